@@ -1,0 +1,30 @@
+"""Differentiable ops with interchangeable backends, for training in low precision."""
+
+from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
+from turbo_ops.dispatch import UnsupportedError, explain, force, reset
+from turbo_ops.gemm import gemm, gemm_accumulate_
+from turbo_ops.linear import linear
+from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
+from turbo_ops.rms_norm import rms_norm
+
+reset()
+
+__all__ = [
+    "Cast",
+    "Gemm",
+    "Recipe",
+    "Scaled",
+    "UnsupportedError",
+    "cast",
+    "cast_both",
+    "dequantize",
+    "explain",
+    "force",
+    "gemm",
+    "gemm_accumulate_",
+    "linear",
+    "quantize",
+    "quantize_both",
+    "reset",
+    "rms_norm",
+]

@@ -1,0 +1,51 @@
+"""Which GPU a device is, and the FP8 types of that GPU. Nothing is asked before first use."""
+
+import os
+
+import torch
+
+# gfx942 has only the FNUZ encodings; gfx950, NVIDIA and the CPU references use OCP.
+FP8_FNUZ = {"e4m3": torch.float8_e4m3fnuz, "e5m2": torch.float8_e5m2fnuz}
+FP8_OCP = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP8_DTYPES = frozenset((*FP8_FNUZ.values(), *FP8_OCP.values()))
+EMULATED = ("gfx942", "gfx950", "sm90", "sm100", "cpu")
+
+
+_ARCHS: dict[torch.device, str] = {}
+
+
+def arch(device: torch.device) -> str:
+    """`gfx942`, `gfx950`, `sm90`, ... or `cpu`. TURBO_ARCH=gfx942 answers for every device (numerics only).
+
+    Raises ValueError for a TURBO_ARCH that is none of `EMULATED`.
+    """
+    if device not in _ARCHS:
+        _ARCHS[device] = _ask(device)
+    return _ARCHS[device]
+
+
+def _ask(device: torch.device) -> str:
+    emulated = os.environ.get("TURBO_ARCH", "").strip().lower()
+    if emulated:
+        if emulated not in EMULATED:
+            raise ValueError(
+                f"TURBO_ARCH={emulated!r} is unknown: use one of {', '.join(EMULATED)}, or unset it"
+            )
+        return emulated
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+@torch.compiler.assume_constant_result
+def fp8_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype that "e4m3" or "e5m2" means on `device`."""
+    return (FP8_FNUZ if arch(device) == "gfx942" else FP8_OCP)[name]
+
+
+def reset() -> None:
+    """Read TURBO_ARCH and the devices again."""
+    _ARCHS.clear()

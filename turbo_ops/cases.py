@@ -1,0 +1,16 @@
+"""The cases of an op: inputs that tests, benchmarks and tuning share; each family's are in its `cases.py`."""
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from turbo_ops.dispatch import Op
+
+Cases = dict[str, Callable[[], tuple]]
+
+
+def cases(op: Op, size: str, device: torch.device) -> Cases:
+    """{id: make} of `size` "test" (odd and small) or "bench" (models' shapes); make() draws fresh arguments."""
+    module = importlib.import_module(f"{op.reference.__module__.rpartition('.')[0]}.cases")
+    return getattr(module, op.name)(size, device)

@@ -1,0 +1,90 @@
+"""The vocabulary of low precision: a Cast says how, Scaled is the result, and real = data * scale."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
+SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand of a GEMM becomes FP8.
+
+    dtype: "e4m3" or "e5m2"; which encoding that is depends on the GPU (`arch.fp8_dtype`).
+    block: (rows, contracted) extent that shares one scale, 0 = the whole axis: (0, 0) tensorwise, (1, 0) rowwise,
+        (1, 128) and (128, 128) blockwise, (1, 32) MX (OCP Microscaling Formats v1.0).
+    scale_dtype: "fp32", or "e8m0" (a power of two, rounded up so that nothing saturates; arXiv 2506.08027).
+    """
+
+    dtype: str
+    block: tuple[int, int]
+    scale_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("e4m3", "e5m2"):
+            raise ValueError(f"Cast.dtype={self.dtype!r}: use 'e4m3' or 'e5m2'")
+        if tuple(self.block) not in BLOCKS:
+            raise ValueError(f"Cast.block={self.block!r}: use one of {BLOCKS}")
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"Cast.scale_dtype={self.scale_dtype!r}: use one of {tuple(SCALE_DTYPES)}")
+        if (self.scale_dtype == "e8m0") != (tuple(self.block) == (1, 32)):
+            raise ValueError(
+                f"Cast: scale_dtype {self.scale_dtype!r} with block {self.block}: e8m0 goes with (1, 32)"
+            )
+        object.__setattr__(self, "block", tuple(self.block))
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The casts of `lhs @ rhs.T`; none at all means high precision.
+
+    fast_accum: let Hopper's tensor cores accumulate FP8 products in their 14-bit-aligned registers (2x the speed
+    of promoting partial sums to fp32; ignored elsewhere, and by blockwise scales, which promote every 128 products).
+    """
+
+    lhs: Cast | None = None
+    rhs: Cast | None = None
+    fast_accum: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.lhs is None) != (self.rhs is None):
+            raise ValueError(f"Gemm(lhs={self.lhs}, rhs={self.rhs}): cast both operands or neither")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three GEMMs of a linear layer: input x weight, grad_output x weight.T, grad_output.T x input.T.
+
+    fprop contracts `in`, dgrad contracts `out`, wgrad contracts the tokens. Printed, a recipe is a table.
+    """
+
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
+
+    @property
+    def casts(self) -> bool:
+        """Whether any GEMM is cast."""
+        return any(gemm.lhs is not None for gemm in (self.fprop, self.dgrad, self.wgrad))
+
+    def __str__(self) -> str:
+        lines = []
+        for name in ("fprop", "dgrad", "wgrad"):
+            gemm = getattr(self, name)
+            cells = [
+                f"{c.dtype} {c.block} {c.scale_dtype}" if c else "high precision"
+                for c in (gemm.lhs, gemm.rhs)
+            ]
+            lines.append(f"{name}  {cells[0]:22} {cells[1]:22}")
+        return "\n".join(lines)
+
+
+class Scaled(NamedTuple):
+    """`scale` has one entry per block, so its shape says the granularity; None means high precision."""
+
+    data: Tensor
+    scale: Tensor | None = None

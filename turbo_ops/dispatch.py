@@ -1,0 +1,216 @@
+"""One op, many backends: the contract, the choice, and the reasons for it."""
+
+import contextlib
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from turbo_ops import arch, policy, tuning
+
+REGISTRY: dict[str, "Op"] = {}
+CACHE_LIMIT = 4096  # choices an op remembers: keys hold shapes, and ragged batches make new ones for ever
+
+
+class UnsupportedError(NotImplementedError):
+    """No backend accepts these inputs; the message says why, backend by backend."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run an op. `refuses(*args)` gives the reason as a sentence, or None to accept."""
+
+    name: str
+    run: Callable
+    refuses: Callable[..., str | None] = lambda *args: None
+
+
+class Op:
+    """A contract (name, schema, reference, fake) and the backends that fulfil it, best first.
+
+    `reference` is the plain-torch truth. A backend lives in `backend_<name>.py` beside it, is imported on first use
+    and attaches with `@op.backend(name, refuses=...)`; its schema must be the contract's.
+    """
+
+    def __init__(self, reference: Callable, order: tuple[str, ...], mutates: tuple[str, ...]):
+        self.name = reference.__name__
+        self.family = reference.__module__.split(".")[-2]
+        self.reference = reference
+        self.order = order
+        self.schema = torch.library.infer_schema(reference, mutates_args=mutates)
+        self.mutates = mutates
+        self.__doc__ = reference.__doc__
+        self._parameters = inspect.signature(reference).parameters
+        self._backends = {"reference": Backend("reference", reference)}
+        self._missing: dict[str, str] = {}
+        self._chosen: dict[tuple, tuple[Backend, int | None]] = {}
+        self._warned = False
+        self.torch_op = torch.library.custom_op(
+            f"turbo_ops::{self.name}", self._run, mutates_args=mutates, schema=self.schema
+        )
+        self.torch_op.register_fake(reference)
+        REGISTRY[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"Op({self.name}{self.schema}, order={(*self.order, 'reference')})"
+
+    def backend(self, name: str, *, refuses: Callable[..., str | None] = lambda *args: None) -> Callable:
+        """Attach the decorated function as backend `name`; TypeError where its schema is not the contract's."""
+
+        def attach(run: Callable) -> Callable:
+            schema = torch.library.infer_schema(run, mutates_args=self.mutates)
+            if schema != self.schema:
+                raise TypeError(f"{self.name}/{name} is {schema}, the contract is {self.schema}")
+            self._backends[name] = Backend(name, run, refuses)
+            return run
+
+        return attach
+
+    def __call__(self, *args: object, **kwargs: object):
+        if kwargs or len(args) < len(self._parameters):
+            args = self._complete(args, kwargs)
+        # Only a compiler needs the torch.library boundary, and it costs 20-40 us a call.
+        return self.torch_op(*args) if torch.compiler.is_compiling() else self._run(*args)
+
+    def _complete(self, args: tuple, kwargs: dict) -> tuple:
+        rest = list(self._parameters.values())[len(args) :]
+        missing = [p.name for p in rest if p.name not in kwargs and p.default is p.empty]
+        unknown = kwargs.keys() - {p.name for p in rest}
+        if missing or unknown:
+            raise TypeError(
+                f"{self.name}: missing {missing}, unknown or repeated {sorted(unknown)}; it is {self.schema}"
+            )
+        return (*args, *(kwargs.get(p.name, p.default) for p in rest))
+
+    def _run(self, *args: object):
+        backend, index = self._choice(args)
+        if index is not None and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return backend.run(*args)
+        return backend.run(*args)
+
+    def choose(self, *args: object) -> Backend:
+        """The pinned backend, else the tuned one, else the first in `order` that accepts; UnsupportedError if none."""
+        return self._choice(args)[0]
+
+    def _choice(self, args: tuple) -> tuple[Backend, int | None]:
+        key = (policy.FORCED.get(self.name), policy.FORCED.get(self.family), *map(_traits, args))
+        choice = self._chosen.get(key)
+        if choice is None:
+            if len(self._chosen) >= CACHE_LIMIT:
+                self._chosen.clear()
+            devices = {arg.device for arg in args if isinstance(arg, Tensor)}
+            if len(devices) > 1:
+                raise ValueError(
+                    f"{self.name}: tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+                )
+            device = devices.pop() if devices else torch.device("cpu")
+            choice = self._chosen[key] = (
+                self._decide(args, device),
+                device.index if device.type == "cuda" else None,
+            )
+        return choice
+
+    def _decide(self, args: tuple, device: torch.device) -> Backend:
+        pins = {"force()": policy.FORCED, f"TURBO_{self.name.upper()}_BACKEND": policy.ENVIRONMENT}
+        for origin, pinned_by in pins.items():
+            pinned = policy.pin(pinned_by, (self.name, self.family), args)
+            if pinned:
+                reason = self.refusal(pinned, args)
+                if reason is None:
+                    return self._backends[pinned]
+                raise UnsupportedError(
+                    f"{self.name} is pinned to {pinned} by {origin}, which refuses: {reason}"
+                )
+        tuned = tuning.choose(self, args, device)
+        reasons = []
+        for name in (*([tuned] if tuned else []), *self.order, "reference"):
+            reason = self.refusal(name, args)
+            if reason is None:
+                if name == "reference" and device.type == "cuda":
+                    self._warn_once(reasons)
+                return self._backends[name]
+            reasons.append(f"  {name}: {reason}")
+        raise UnsupportedError("\n".join([f"no backend for {self.name}:", *reasons]))
+
+    def _warn_once(self, reasons: list[str]) -> None:
+        if not self._warned:
+            self._warned = True
+            text = "\n".join([f"{self.name} runs on the slow reference on a GPU tensor, because:", *reasons])
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def refusal(self, name: str, args: tuple) -> str | None:
+        """Why backend `name` does not take `args`; None where it does."""
+        backend = self.load(name)
+        return backend.refuses(*args) if backend else self._missing[name]
+
+    def load(self, name: str) -> Backend | None:
+        """Import `backend_<name>.py` beside the contract on first use; None where it is missing or cannot import."""
+        if name not in self._backends and name not in self._missing:
+            module = f"{self.reference.__module__.rpartition('.')[0]}.backend_{name}"
+            self._missing[name] = f"there is no {name} backend for {self.name}"
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                if getattr(error, "name", None) != module:
+                    self._missing[name] = str(error)
+        return self._backends.get(name)
+
+    def reset(self) -> None:
+        """Forget choices, failed imports and the warning."""
+        self._chosen.clear()
+        self._missing.clear()
+        self._warned = False
+
+
+def _traits(value: object) -> object:
+    return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else value
+
+
+def op(*order: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
+    """`@op("native", "triton")` makes a plain-torch function the contract of an op; best backend first."""
+    return lambda reference: Op(reference, order, mutates)
+
+
+def _known() -> set[str]:
+    return {name for contract in REGISTRY.values() for name in (contract.name, contract.family)}
+
+
+@contextlib.contextmanager
+def force(**backends: str) -> Iterator[None]:
+    """`with force(gemm="triton"): ...` or `force(gemm="fp8:triton,other:blaslt")`, by op or family name.
+
+    A pinned backend that refuses raises UnsupportedError; it never falls back. Frozen once a CUDA graph is captured.
+    """
+    with policy.force(_known(), backends):
+        yield
+
+
+def reset() -> None:
+    """Read the environment again; forget choices, tuned tables and failed imports."""
+    arch.reset()
+    tuning.reset()
+    policy.read_environment(_known())
+    for contract in REGISTRY.values():
+        contract.reset()
+
+
+def explain(name: str | Op, *args: object, **kwargs: object) -> dict[str, str | None]:
+    """Print what each backend of an op says to these arguments; return {backend: reason, None = accepts}."""
+    contract = REGISTRY.get(name) if isinstance(name, str) else name
+    if contract is None:
+        raise ValueError(f"explain({name!r}): no such op; known: {', '.join(sorted(REGISTRY))}")
+    args = contract._complete(args, kwargs)
+    answers = {backend: contract.refusal(backend, args) for backend in (*contract.order, "reference")}
+    try:
+        chosen = contract.choose(*args).name
+    except UnsupportedError as error:
+        chosen = f"none: {error}"
+    print(f"{contract.name} -> {chosen}")
+    for backend, reason in answers.items():
+        print(f"  {backend}: {reason or 'accepts'}")
+    return answers

@@ -1,0 +1,69 @@
+"""Matrix product of two operands that both have the contracted axis last; a transpose is a view."""
+
+import torch
+from torch import Tensor
+
+from turbo_ops.casting import Scaled
+from turbo_ops.dispatch import op
+from turbo_ops.quantize.op import expand_scale
+
+
+@op("blaslt", "triton")
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = True,
+) -> Tensor:
+    """a [M, K], b [N, K] -> (a * a_scale) @ (b * b_scale).T + bias, [M, N] of `dtype`, contiguous, summed in fp32.
+
+    A scale has one entry per block (`casting.Cast`): its shape is the granularity. Either both operands have one
+    (FP8) or neither (bf16, fp16, fp32). bias [N]. Any strides, any extents, 0 included.
+    """
+    return _product(a, b, a_scale, b_scale, bias).to(dtype)
+
+
+@op("blaslt", "triton", mutates=("out",))
+def gemm_accumulate_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    fast_accum: bool = True,
+) -> None:
+    """out [M, N] += (a * a_scale) @ (b * b_scale).T; summed in fp32, rounded once to out's dtype."""
+    out.copy_(out.float() + _product(a, b, a_scale, b_scale, None))
+
+
+def _product(
+    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    problem = operand_problem(a, b, a_scale, b_scale)
+    if problem:
+        raise ValueError(f"gemm: {problem}")
+    product = _real(a, a_scale) @ _real(b, b_scale).t()
+    return product if bias is None else product + bias.float()
+
+
+def _real(data: Tensor, scale: Tensor | None) -> Tensor:
+    return data.float() if scale is None else data.float() * expand_scale(scale, *data.shape)
+
+
+def operand_problem(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> str | None:
+    """What makes these operands no GEMM at all, for any backend."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        return f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [M, K] and [N, K]; transpose with .t()"
+    if (a_scale is None) != (b_scale is None):
+        return "scale both operands or neither"
+    return None
+
+
+def matmul(
+    lhs: Scaled, rhs: Scaled, dtype: torch.dtype, *, bias: Tensor | None = None, fast_accum: bool = True
+) -> Tensor:
+    """lhs [M, K] @ rhs [N, K].T -> [M, N] of `dtype`."""
+    return gemm(lhs.data, rhs.data, lhs.scale, rhs.scale, bias, dtype, fast_accum)

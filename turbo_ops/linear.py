@@ -1,0 +1,91 @@
+"""Autograd of one linear layer: three GEMMs, each in the precision that the recipe gives it.
+
+    fprop  y      = cast(x)    @ cast(weight).T           contracts in
+    dgrad  grad_x = cast(g)    @ cast(weight.T).T         contracts out
+    wgrad  grad_w = cast(g.T)  @ cast(x.T).T              contracts tokens
+
+Each tensor is cast from high precision, once along each axis that is needed, in one read. What backward needs of x is
+saved as wgrad's operand: 1 byte an element where wgrad is cast.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
+from turbo_ops.gemm import matmul
+from turbo_ops.quantize import cast, cast_both
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype
+    ) -> Tensor:
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        lhs, x_t = _operands(x, recipe.fprop.lhs, recipe.wgrad.rhs, need_weight, dtype)
+        rhs, weight_t = _operands(weight, recipe.fprop.rhs, recipe.dgrad.rhs, need_x, dtype)
+        ctx.save_for_backward(*x_t, *weight_t)
+        ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return matmul(lhs, rhs, dtype, bias=bias, fast_accum=recipe.fprop.fast_accum)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, weight_t = Scaled(*ctx.saved_tensors[:2]), Scaled(*ctx.saved_tensors[2:])
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dgrad, wgrad = ctx.recipe.dgrad, ctx.recipe.wgrad
+        grad, grad_t = _grad_operands(grad_y, dgrad, wgrad, need_x, need_weight)
+        grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum) if need_x else None
+        grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum) if need_weight else None
+        grad_bias = grad_y.sum(0).to(bias_dtype) if need_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+_NOTHING = (None, None)
+
+
+def _operands(
+    x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype
+) -> tuple[Scaled, tuple[Tensor | None, Tensor | None]]:
+    """x cast along its last axis, and x.t() along its own where backward needs it; uncast operands are in `dtype`."""
+    if need_t and how is not None and how == how_t:
+        return cast_both(x, how, how_t)
+    operand = cast(x if how else x.to(dtype), how)
+    if not need_t:
+        return operand, _NOTHING
+    return operand, cast(x.t() if how_t else x.to(dtype).t(), how_t)
+
+
+def _grad_operands(
+    grad_y: Tensor, dgrad: Gemm, wgrad: Gemm, need_x: bool, need_weight: bool
+) -> tuple[Scaled | None, Scaled | None]:
+    if need_x and need_weight:
+        return cast_both(grad_y, dgrad.lhs, wgrad.lhs)
+    return cast(grad_y, dgrad.lhs) if need_x else None, cast(grad_y.t(), wgrad.lhs) if need_weight else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None) -> Tensor:
+    """x [..., in] @ weight [out, in].T + bias [out] -> [..., out], differentiable once in all three.
+
+    The output has x's dtype, or autocast's; gradients have their tensors' dtypes. recipe None means no casts. Any
+    extents, 0 and 1 included. Raises ValueError where shapes disagree, and, outside autocast, where dtypes do.
+    """
+    if x.shape[-1] != weight.shape[-1] or weight.ndim != 2:
+        raise ValueError(
+            f"linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., in] and [out, in]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear: bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)} needs {weight.shape[:1]}"
+        )
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    elif not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
+        dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
+        raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    y = LinearFunction.apply(rows, weight, bias, recipe or Recipe(), dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,3 @@
+from turbo_ops.quantize.op import cast, cast_both, dequantize, quantize, quantize_both
+
+__all__ = ["cast", "cast_both", "dequantize", "quantize", "quantize_both"]

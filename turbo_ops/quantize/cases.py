@@ -1,0 +1,84 @@
+"""Inputs of quantize, quantize_both and dequantize."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from turbo_ops.arch import fp8_dtype
+
+BLOCKS = {
+    "tensorwise": (0, 0, torch.float32),
+    "rowwise": (1, 0, torch.float32),
+    "1x128": (1, 128, torch.float32),
+    "128x128": (128, 128, torch.float32),
+    "mx": (1, 32, torch.float8_e8m0fnu),
+}
+SHAPES = {
+    "test": [(1, 1), (0, 130), (200, 0), (37, 203), (130, 256), (256, 384)],
+    "bench": [(8192, 4096), (8192, 14336), (28672, 4096)],
+}
+SPECIAL = {"zeros": 0.0, "tiny": 1e-38, "huge": 3e38, "nan": float("nan"), "inf": float("inf")}
+
+
+def quantize(size: str, device: torch.device) -> dict:
+    found = {}
+    for block, (rows, cols, scale_dtype) in BLOCKS.items():
+        for name in ("e4m3", "e5m2") if size == "test" else ("e4m3",):
+            dtype = fp8_dtype(name, device)
+            for shape in SHAPES[size]:
+                make = partial(
+                    _quantize, partial(_normal, shape, torch.bfloat16, device), dtype, rows, cols, scale_dtype
+                )
+                found[f"{block}-{name}-{shape[0]}x{shape[1]}-bf16"] = make
+        if size == "test":
+            e4m3 = fp8_dtype("e4m3", device)
+            inputs = {
+                **{
+                    f"130x200-{t}": partial(_normal, (130, 200), d, device)
+                    for t, d in (("fp32", torch.float32), ("fp16", torch.float16))
+                },
+                "200x130-transposed": lambda: _normal((130, 200), torch.bfloat16, device).t(),
+                "64x130-broadcast": lambda: _normal((1, 130), torch.bfloat16, device).expand(64, 130),
+                **{f"70x140-{n}": partial(_special, v, device) for n, v in SPECIAL.items()},
+            }
+            found |= {
+                f"{block}-e4m3-{n}": partial(_quantize, x, e4m3, rows, cols, scale_dtype)
+                for n, x in inputs.items()
+            }
+    return found
+
+
+quantize_both = quantize
+
+
+def dequantize(size: str, device: torch.device) -> dict:
+    from turbo_ops.quantize.op import quantize as contract
+
+    def made(make, dtype):
+        return (*contract.reference(*make()), dtype)
+
+    dtypes = (torch.bfloat16, torch.float32) if size == "test" else (torch.bfloat16,)
+    return {
+        f"{name}-to-{str(dtype)[6:]}": partial(made, make, dtype)
+        for name, make in quantize(size, device).items()
+        for dtype in dtypes
+        if name.startswith(("1x128", "mx", "tensorwise")) or size == "bench"
+    }
+
+
+def _quantize(x, *rest) -> tuple:
+    return (x(), *rest)
+
+
+def _normal(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).mul_(3).to(dtype)
+
+
+def _special(value: float, device: torch.device) -> Tensor:
+    """Normal values with one special one in the middle of each third row; all of it special where it is 0 or tiny."""
+    x = torch.randn(70, 140, device=device)
+    if abs(value) < 1:
+        return x.mul_(value)
+    x[::3, 77] = value
+    return x

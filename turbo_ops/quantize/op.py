@@ -1,0 +1,124 @@
+"""Scale each block of a tensor to the range of an FP8 type, then round."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from turbo_ops.arch import fp8_dtype
+from turbo_ops.casting import SCALE_DTYPES, Cast, Scaled
+from turbo_ops.dispatch import op
+
+# Keeps amax / limit and limit / amax normal fp32 numbers for every FP8 type (limits 2^7.9 .. 2^15.8).
+AMAX_FLOOR = 2.0**-110
+
+
+@op("triton")
+def quantize(
+    x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x [R, C], any strides -> data [R, C] of `dtype`, contiguous; scale [R / block_rows, C / block_cols], rounded up.
+
+    A block of 0 is the whole axis. scale = amax / limit of its block (1 where amax is 0), data = x * (limit / amax),
+    rounded to nearest even; NaN or inf in x gives NaN in x's whole block of data * scale. float8_e8m0fnu scales are
+    the power of two at or above amax / limit. Strides of scale: see `empty_scale`.
+    """
+    limit = torch.finfo(dtype).max
+    blocks, rows, cols = _blocks(x.float(), block_rows, block_cols)
+    scale, inverse = _scale(blocks.abs().amax((1, 3)), limit, scale_dtype)
+    data = (blocks * inverse[:, None, :, None]).clamp(-limit, limit)
+    data = data.flatten(2).flatten(0, 1)[:rows, :cols].to(dtype).contiguous()
+    return data, empty_scale(x, rows, cols, block_rows, block_cols, scale_dtype).copy_(scale)
+
+
+@op("triton")
+def quantize_both(
+    x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize(x)` and `quantize(x.t())` from one read of x [R, C]: data [R, C], scale, data_t [C, R], scale_t."""
+    args = (dtype, block_rows, block_cols, scale_dtype)
+    return *quantize.reference(x, *args), *quantize.reference(x.t(), *args)
+
+
+@op("triton")
+def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """data [R, C] of FP8 times scale (one entry per block, see `casting.Cast`) -> [R, C] of `dtype`, contiguous."""
+    return (data.float() * expand_scale(scale, *data.shape)).to(dtype).contiguous()
+
+
+def _blocks(x: Tensor, block_rows: int, block_cols: int) -> tuple[Tensor, int, int]:
+    """x padded with zeros to whole blocks, as [R / r, r, C / c, c], and the true extents."""
+    rows, cols = x.shape
+    r, c = block_rows or max(rows, 1), block_cols or max(cols, 1)
+    grid_r = -(-rows // r) if block_rows else 1
+    grid_c = -(-cols // c) if block_cols else 1
+    x = F.pad(x, (0, grid_c * c - cols, 0, grid_r * r - rows))
+    return x.reshape(grid_r, r, grid_c, c), rows, cols
+
+
+def _scale(amax: Tensor, limit: float, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """amax -> (scale, inverse); both come from a division that rounds to nearest, as in the kernels."""
+    one = torch.ones_like(amax)
+    floored = torch.where(amax == 0, limit, amax.clamp_min(AMAX_FLOOR))
+    scale, inverse = floored / limit, limit * one / floored
+    if scale_dtype == torch.float8_e8m0fnu:
+        bits = scale.view(torch.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up: the scale never saturates a value
+        exponent = torch.where(scale.isfinite(), exponent, 255)
+        inverse = torch.where(exponent == 255, torch.nan, ((254 - exponent) << 23).view(torch.float32))
+        scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return scale, inverse
+
+
+def empty_scale(
+    x: Tensor, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+) -> Tensor:
+    """Scales of a [rows, cols] tensor, with the strides that cuBLASLt reads on Hopper.
+
+    (1, 128): strides (1, rows). (128, 128): rows of C / 128 entries, padded to a multiple of 4. Others: contiguous.
+    """
+    r = -(-rows // block_rows) if block_rows else 1
+    c = -(-cols // block_cols) if block_cols else 1
+    if (block_rows, block_cols) == (1, 128):
+        return x.new_empty((c, r), dtype=scale_dtype).t()
+    if (block_rows, block_cols) == (128, 128):
+        return x.new_empty((r, (c + 3) // 4 * 4), dtype=scale_dtype)[:, :c]
+    return x.new_empty((r, c), dtype=scale_dtype)
+
+
+def block_of(extent: int, scales: int) -> int:
+    """The block of an axis with `scales` scales: 0 (whole), 1, 32 or 128; a ValueError where there is none."""
+    if scales == 1:
+        return 0
+    for block in (1, 32, 128):
+        if -(-extent // block) == scales:
+            return block
+    raise ValueError(
+        f"scale has {scales} entries along an axis of {extent}: neither 1, nor one per 1, 32 or 128"
+    )
+
+
+def expand_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
+    """scale, one entry per block -> fp32, broadcastable to [rows, cols]."""
+    scale = scale.float()
+    for axis, extent in enumerate((rows, cols)):
+        block = block_of(extent, scale.shape[axis])
+        if block > 1:
+            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, extent)
+    return scale
+
+
+def cast(x: Tensor, how: Cast | None) -> Scaled:
+    """x [R, C] cast by `how`, blocks along its last axis; None keeps it as it is."""
+    return Scaled(*quantize(x, *_arguments(x, how))) if how else Scaled(x)
+
+
+def cast_both(x: Tensor, how: Cast | None, how_t: Cast | None) -> tuple[Scaled, Scaled]:
+    """x [R, C] cast by `how` along C, and x.t() cast by `how_t` along R; one read where the casts are the same."""
+    if how is None or how != how_t:
+        return cast(x, how), cast(x.t(), how_t)
+    data, scale, data_t, scale_t = quantize_both(x, *_arguments(x, how))
+    return Scaled(data, scale), Scaled(data_t, scale_t)
+
+
+def _arguments(x: Tensor, how: Cast) -> tuple[torch.dtype, int, int, torch.dtype]:
+    return fp8_dtype(how.dtype, x.device), *how.block, SCALE_DTYPES[how.scale_dtype]

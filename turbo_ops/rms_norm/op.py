@@ -1,0 +1,82 @@
+"""RMSNorm (arXiv 1910.07467): y = x * rsqrt(mean(x^2) + eps) * (weight + offset), statistics in fp32."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from turbo_ops.dispatch import op
+
+
+@op("native", "triton")
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, round_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x [T, D], weight [D] -> y [T, D], rstd [T] fp32; both contiguous.
+
+    round_first rounds the normalised x to x's dtype before the weight multiplies it, and y has the promoted dtype
+    (Llama); otherwise everything is fp32 until y is rounded to x's dtype (torch, Gemma, Olmo). offset is Gemma's 1.
+    """
+    rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
+    x_hat, dtype = _normalised(x, weight, rstd, round_first)
+    return (x_hat * (weight.float() + offset)).to(dtype).contiguous(), rstd
+
+
+@op("native", "triton")
+def rms_norm_bwd(
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, round_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """grad_y [T, D], x [T, D], weight [D], rstd [T] -> grad_x [T, D] of x's dtype, grad_weight [D] of weight's."""
+    x_hat = x.float() * rstd[:, None]
+    scaled = grad_y.float() * (weight.float() + offset)
+    grad_x = rstd[:, None] * (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True))
+    rounded, _ = _normalised(x, weight, rstd, round_first)
+    return grad_x.to(x.dtype).contiguous(), (grad_y.float() * rounded).sum(0).to(weight.dtype)
+
+
+def _normalised(x: Tensor, weight: Tensor, rstd: Tensor, round_first: bool) -> tuple[Tensor, torch.dtype]:
+    x_hat = x.float() * rstd[:, None]
+    if round_first:
+        return x_hat.to(x.dtype).float(), torch.promote_types(x.dtype, weight.dtype)
+    return x_hat, x.dtype
+
+
+class RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+    ) -> Tensor:
+        y, rstd = rms_norm_fwd(x, weight, eps, offset, round_first)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.variant = (offset, round_first)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = rms_norm_bwd(grad_y.contiguous(), *ctx.saved_tensors, *ctx.variant)
+        return grad_x, grad_weight, None, None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    round_first: bool = False,
+) -> Tensor:
+    """Normalise the last dimension of x [..., D] and scale it by weight [D] (None: by 1).
+
+    eps defaults to the machine epsilon of x's dtype, as in `torch.nn.functional.rms_norm`. offset and round_first:
+    see `rms_norm_fwd`. Differentiable in x and weight. Raises ValueError where weight is not [D].
+    """
+    width = x.shape[-1]
+    if weight is None:
+        weight = torch.ones(width, dtype=x.dtype, device=x.device)
+    if weight.shape != (width,):
+        raise ValueError(
+            f"rms_norm: weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} needs ({width},)"
+        )
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rows = x.reshape(x.shape[:-1].numel(), width).contiguous()
+    return RMSNormFunction.apply(rows, weight, eps, offset, round_first).view(x.shape)
