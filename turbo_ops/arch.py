@@ -20,18 +20,15 @@ def arch(device: torch.device) -> str:
     Raises ValueError for a TURBO_ARCH that is none of `EMULATED`.
     """
     if device not in _ARCHS:
-        _ARCHS[device] = _ask(device)
+        emulated = os.environ.get("TURBO_ARCH", "").strip().lower()
+        if emulated and emulated not in EMULATED:
+            raise ValueError(f"TURBO_ARCH={emulated!r} is unknown: use one of {', '.join(EMULATED)}, or unset it")
+        _ARCHS[device] = emulated or hardware(device)
     return _ARCHS[device]
 
 
-def _ask(device: torch.device) -> str:
-    emulated = os.environ.get("TURBO_ARCH", "").strip().lower()
-    if emulated:
-        if emulated not in EMULATED:
-            raise ValueError(
-                f"TURBO_ARCH={emulated!r} is unknown: use one of {', '.join(EMULATED)}, or unset it"
-            )
-        return emulated
+def hardware(device: torch.device) -> str:
+    """The arch of `device` whatever TURBO_ARCH says: what code for it must be compiled for."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "cpu"
     properties = torch.cuda.get_device_properties(device)

@@ -87,7 +87,7 @@ def empty_scale(
 
 def block_of(extent: int, scales: int) -> int:
     """The block of an axis with `scales` scales: 0 (whole), 1, 32 or 128; a ValueError where there is none."""
-    if scales == 1:
+    if scales == 1 or extent == scales == 0:
         return 0
     for block in (1, 32, 128):
         if -(-extent // block) == scales:
