@@ -37,10 +37,13 @@ def hardware(device: torch.device) -> str:
     return f"sm{properties.major}{properties.minor}"
 
 
-@torch.compiler.assume_constant_result
 def fp8_dtype(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype that "e4m3" or "e5m2" means on `device`."""
     return (FP8_FNUZ if arch(device) == "gfx942" else FP8_OCP)[name]
+
+
+# What torch.compiler.assume_constant_result sets; calling it imports torch._dynamo, which takes a second.
+fp8_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reset() -> None:

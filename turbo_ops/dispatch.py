@@ -50,7 +50,7 @@ class Op:
         self._chosen: dict[tuple, tuple[Backend, int | None]] = {}
         self._warned = False
         self.torch_op = torch.library.custom_op(
-            f"turbo_ops::{self.name}", self._run, mutates_args=mutates, schema=self.schema
+            f"turbo_ops::{self.name}", self._run_completed, mutates_args=mutates, schema=self.schema
         )
         self.torch_op.register_fake(reference)
         REGISTRY[self.name] = self
@@ -92,6 +92,10 @@ class Op:
             with torch.cuda.device(index):
                 return backend.run(*args)
         return backend.run(*args)
+
+    def _run_completed(self, *args: object):
+        # torch's dispatcher drops trailing arguments that equal their defaults
+        return self._run(*self._complete(args, {}))
 
     def choose(self, *args: object) -> Backend:
         """The pinned backend, else the tuned one, else the first in `order` that accepts; UnsupportedError if none."""

@@ -27,6 +27,7 @@ class LinearFunction(torch.autograd.Function):
         rhs, weight_t = _operands(weight, recipe.fprop.rhs, recipe.dgrad.rhs, need_x, dtype)
         ctx.save_for_backward(*x_t, *weight_t)
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        bias = None if bias is None else bias.to(dtype)
         return matmul(lhs, rhs, dtype, bias=bias, fast_accum=recipe.fprop.fast_accum)
 
     @staticmethod

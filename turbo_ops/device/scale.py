@@ -20,13 +20,15 @@ def scale_and_inverse(bits, LIMIT: tl.constexpr, E8M0: tl.constexpr):
     floored = tl.where(bits == 0, LIMIT, floored)
     limit = tl.full(floored.shape, LIMIT, tl.float32)
     scale = tl.div_rn(floored, limit)
-    if not E8M0:
-        return scale, tl.div_rn(limit, floored)
-    scale_bits = scale.to(tl.int32, bitcast=True)
-    exponent = (scale_bits >> 23) + ((scale_bits & 0x7FFFFF) != 0).to(tl.int32)
-    finite = scale_bits < 0x7F800000
-    inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    return tl.where(finite, exponent, 255).to(tl.uint8), inverse
+    if E8M0:
+        scale_bits = scale.to(tl.int32, bitcast=True)
+        exponent = (scale_bits >> 23) + ((scale_bits & 0x7FFFFF) != 0).to(tl.int32)
+        finite = scale_bits < 0x7F800000
+        inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+        scale = tl.where(finite, exponent, 255).to(tl.uint8)
+    else:
+        inverse = tl.div_rn(limit, floored)
+    return scale, inverse
 
 
 @triton.jit

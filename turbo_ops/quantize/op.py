@@ -69,20 +69,25 @@ def _scale(amax: Tensor, limit: float, scale_dtype: torch.dtype) -> tuple[Tensor
     return scale, inverse
 
 
-def empty_scale(
-    x: Tensor, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
-) -> Tensor:
-    """Scales of a [rows, cols] tensor, with the strides that cuBLASLt reads on Hopper.
+def scale_layout(rows: int, cols: int, block_rows: int, block_cols: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape and strides of the scales of a [rows, cols] tensor: what cuBLASLt reads on Hopper.
 
     (1, 128): strides (1, rows). (128, 128): rows of C / 128 entries, padded to a multiple of 4. Others: contiguous.
     """
     r = -(-rows // block_rows) if block_rows else 1
     c = -(-cols // block_cols) if block_cols else 1
-    if (block_rows, block_cols) == (1, 128):
+    strides = {(1, 128): (1, r), (128, 128): ((c + 3) // 4 * 4, 1)}
+    return (r, c), strides.get((block_rows, block_cols), (c, 1))
+
+
+def empty_scale(
+    x: Tensor, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+) -> Tensor:
+    """Room for the scales of a [rows, cols] tensor on x's device, laid out by `scale_layout`."""
+    (r, c), (stride_r, stride_c) = scale_layout(rows, cols, block_rows, block_cols)
+    if stride_c != 1:
         return x.new_empty((c, r), dtype=scale_dtype).t()
-    if (block_rows, block_cols) == (128, 128):
-        return x.new_empty((r, (c + 3) // 4 * 4), dtype=scale_dtype)[:, :c]
-    return x.new_empty((r, c), dtype=scale_dtype)
+    return x.new_empty((r, stride_r), dtype=scale_dtype)[:, :c]
 
 
 def block_of(extent: int, scales: int) -> int:

@@ -55,8 +55,8 @@ def rms_norm_bwd_kernel(
     inside = cols < D
     gain = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset
     grad_gain = tl.zeros((BLOCK,), tl.float32)
+    at, step = program.to(tl.int64) * D + cols, tl.num_programs(0).to(tl.int64) * D
     for row in range(program, T, tl.num_programs(0)):
-        at = row.to(tl.int64) * D + cols
         row_rstd = tl.load(rstd + row)
         x_hat = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * row_rstd
         grad = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32)
@@ -66,6 +66,7 @@ def rms_norm_bwd_kernel(
         if ROUND_FIRST:
             x_hat = x_hat.to(x.dtype.element_ty).to(tl.float32)
         grad_gain += grad * x_hat
+        at += step
     tl.store(partial + program.to(tl.int64) * D + cols, grad_gain, mask=inside)
 
 

@@ -1,0 +1,126 @@
+"""cuBLASLt and hipBLASLt through torch.mm, torch._scaled_mm and torch.nn.functional.scaled_mm."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from turbo_ops.arch import FP8_DTYPES, FP8_FNUZ, hardware
+from turbo_ops.gemm.op import gemm, gemm_accumulate_, operand_problem
+from turbo_ops.quantize.op import scale_layout
+
+HIGH = (torch.float32, torch.bfloat16, torch.float16)
+E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+# What cuBLASLt knows: blocks (rows, contracted) of a and of b, 0 = the whole axis
+PLAIN = (((0, 0), (0, 0)), ((1, 0), (1, 0)))
+BLOCKWISE = (((1, 128), (128, 128)), ((1, 128), (1, 128)))
+KINDS = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
+FP8_ARCHS = ("sm89", "sm90", "sm100", "gfx942", "gfx950")
+
+
+def refuses(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
+) -> str | None:
+    problem = operand_problem(a, b, a_scale, b_scale)
+    if problem or a.device.type != "cuda":
+        return problem or f"needs a GPU, the tensors are on {a.device}"
+    if a_scale is None or b_scale is None:
+        if a.dtype != b.dtype or a.dtype not in HIGH or dtype not in (a.dtype, torch.float32):
+            return f"no product of {a.dtype} and {b.dtype} into {dtype}"
+        return None
+    return _refuses_fp8(a, b, a_scale, b_scale, bias, dtype)
+
+
+def _refuses_fp8(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> str | None:
+    (M, K), N, arch = a.shape, b.shape[0], hardware(a.device)
+    if arch not in FP8_ARCHS or not {a.dtype, b.dtype} <= FP8_DTYPES:
+        return f"no FP8 product of {a.dtype} and {b.dtype} on {arch}"
+    if (arch == "gfx942") != (a.dtype in FP8_FNUZ.values()) or (a.dtype in E5M2 and b.dtype in E5M2):
+        return f"no product of {a.dtype} and {b.dtype} on {arch}"
+    if N % 16 or K % 16 or K == 0:
+        return f"N and K must be multiples of 16, are {N} and {K}"
+    for name, x in (("a", a), ("b", b)):
+        if x.stride(1) != 1 or x.stride(0) % 16 or x.storage_offset() % 16:
+            return f"{name} must have its contracted axis contiguous and rows aligned to 16, has strides {x.stride()}"
+    if bias is not None and dtype != torch.float32 and bias.dtype != dtype:
+        return f"bias must have the output's dtype {dtype}, has {bias.dtype}"
+    blocks = _blocks(a, b, a_scale, b_scale)
+    if blocks is None or a_scale.dtype != torch.float32:
+        return f"no scales of {a_scale.dtype}, {tuple(a_scale.shape)} and {tuple(b_scale.shape)}, in this layout"
+    if blocks in BLOCKWISE and (arch != "sm90" or M % 4 or a.dtype in E5M2 or b.dtype in E5M2):
+        return f"blockwise scales need sm90, E4M3 and M a multiple of 4, not {arch}, {a.dtype}, {b.dtype} and {M}"
+    return None
+
+
+def _blocks(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple | None:
+    """The first pair of blocks that gives scales of these shapes; blockwise ones in `scale_layout`'s strides."""
+    for blocks in (*PLAIN, *BLOCKWISE):
+        layouts = [scale_layout(*x.shape, *block) for x, block in zip((a, b), blocks, strict=True)]
+        if all(s.shape == shape for s, (shape, _) in zip((a_scale, b_scale), layouts, strict=True)) and (
+            blocks in PLAIN or all(s.stride() == st for s, (_, st) in zip((a_scale, b_scale), layouts, strict=True))
+        ):
+            return blocks
+    return None
+
+
+@gemm.backend("blaslt", refuses=refuses)
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = True,
+) -> Tensor:
+    if a_scale is None or b_scale is None:
+        return _high(a, b, bias, dtype)
+    fused_bias = None if dtype == torch.float32 else bias  # cuBLASLt has no bias epilogue for fp32 outputs
+    blocks = _blocks(a, b, a_scale, b_scale)
+    if blocks in BLOCKWISE:
+        kinds = [KINDS[block] for block in blocks]
+        if kinds[1] == ScalingType.BlockWise128x128:
+            b_scale = _padded(b_scale).t()
+        out = scaled_mm(a, b.t(), a_scale, kinds[0], b_scale, kinds[1], bias=fused_bias, output_dtype=dtype)
+    else:
+        out = torch._scaled_mm(
+            a, b.t(), a_scale, b_scale.t(), bias=fused_bias, out_dtype=dtype, use_fast_accum=fast_accum
+        )
+    return out if bias is fused_bias else out.add_(bias)
+
+
+def _padded(scale: Tensor) -> Tensor:
+    """The scales of 128x128 blocks with their padding to a multiple of 4 along K, as `scale_layout` has them."""
+    return scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
+
+
+def _high(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype != a.dtype:
+        out = torch.mm(a, b.t(), out_dtype=dtype)
+        return out if bias is None else out.add_(bias)
+    return torch.mm(a, b.t()) if bias is None else torch.addmm(bias.to(dtype), a, b.t())
+
+
+def refuses_accumulate(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, fast_accum: bool
+) -> str | None:
+    return refuses(a, b, a_scale, b_scale, None, torch.float32, fast_accum)
+
+
+@gemm_accumulate_.backend("blaslt", refuses=refuses_accumulate)
+def _(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    fast_accum: bool = True,
+) -> None:
+    out.add_(gemm.load("blaslt").run(a, b, a_scale, b_scale, None, torch.float32, fast_accum))
