@@ -84,8 +84,8 @@ def empty_scale(
     x: Tensor, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> Tensor:
     """Room for the scales of a [rows, cols] tensor on x's device, laid out by `scale_layout`."""
-    (r, c), (stride_r, stride_c) = scale_layout(rows, cols, block_rows, block_cols)
-    if stride_c != 1:
+    (r, c), (stride_r, _) = scale_layout(rows, cols, block_rows, block_cols)
+    if (block_rows, block_cols) == (1, 128):
         return x.new_empty((c, r), dtype=scale_dtype).t()
     return x.new_empty((r, stride_r), dtype=scale_dtype)[:, :c]
 
