@@ -22,7 +22,9 @@ def arch(device: torch.device) -> str:
     if device not in _ARCHS:
         emulated = os.environ.get("TURBO_ARCH", "").strip().lower()
         if emulated and emulated not in EMULATED:
-            raise ValueError(f"TURBO_ARCH={emulated!r} is unknown: use one of {', '.join(EMULATED)}, or unset it")
+            raise ValueError(
+                f"TURBO_ARCH={emulated!r} is unknown: use one of {', '.join(EMULATED)}, or unset it"
+            )
         _ARCHS[device] = emulated or hardware(device)
     return _ARCHS[device]
 

@@ -53,7 +53,9 @@ def _refuses_fp8(
         return f"bias must have the output's dtype {dtype}, has {bias.dtype}"
     blocks = _blocks(a, b, a_scale, b_scale)
     if blocks is None or a_scale.dtype != torch.float32:
-        return f"no scales of {a_scale.dtype}, {tuple(a_scale.shape)} and {tuple(b_scale.shape)}, in this layout"
+        return (
+            f"no scales of {a_scale.dtype}, {tuple(a_scale.shape)} and {tuple(b_scale.shape)}, in this layout"
+        )
     if blocks in BLOCKWISE and (arch != "sm90" or M % 4 or a.dtype in E5M2 or b.dtype in E5M2):
         return f"blockwise scales need sm90, E4M3 and M a multiple of 4, not {arch}, {a.dtype}, {b.dtype} and {M}"
     return None
@@ -64,7 +66,8 @@ def _blocks(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple | N
     for blocks in (*PLAIN, *BLOCKWISE):
         layouts = [scale_layout(*x.shape, *block) for x, block in zip((a, b), blocks, strict=True)]
         if all(s.shape == shape for s, (shape, _) in zip((a_scale, b_scale), layouts, strict=True)) and (
-            blocks in PLAIN or all(s.stride() == st for s, (_, st) in zip((a_scale, b_scale), layouts, strict=True))
+            blocks in PLAIN
+            or all(s.stride() == st for s, (_, st) in zip((a_scale, b_scale), layouts, strict=True))
         ):
             return blocks
     return None

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from turbo_ops.arch import FP8_DTYPES, hardware
+from turbo_ops.device.launch import launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.gemm.op import gemm, gemm_accumulate_, operand_problem
 from turbo_ops.quantize.op import block_of
@@ -181,7 +182,8 @@ def _launch(
     b_rows, *b_strides = _scale_layout(b, b_scale)
     if scaling == "mx":
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    gemm_kernel[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](
+    launch(
+        gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),),
         a, b, out, a_scale, b_scale, bias, M, N, K, *a.stride(), *b.stride(), out.stride(0), *a_strides, *b_strides,
         SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows, A_FORMAT=FORMATS.get(a.dtype), B_FORMAT=FORMATS.get(b.dtype),
         MX_NATIVE=arch != "gfx942", IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,

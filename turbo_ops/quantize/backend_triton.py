@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.device.launch import launch
 from turbo_ops.device.scale import magnitude, saturate, scale_and_inverse
 from turbo_ops.device.target import refuses_device
 from turbo_ops.quantize.op import block_of, dequantize, empty_scale, quantize, quantize_both
@@ -68,7 +69,9 @@ def cast_kernel(
         if first_c == 0:
             tl.store(scale + rows, row_scale, mask=rows < R)
         if BOTH:
-            col_scale, inverse = scale_and_inverse(tl.load(amax_t + cols, mask=cols < C, other=0), LIMIT, False)
+            col_scale, inverse = scale_and_inverse(
+                tl.load(amax_t + cols, mask=cols < C, other=0), LIMIT, False
+            )
             cast_t = tl.trans(saturate(values * inverse[None, :], LIMIT).to(data.dtype.element_ty))
             tl.store(out_t, cast_t, mask=tl.trans(inside))
             if first_r == 0:
@@ -136,7 +139,9 @@ def dequantize_kernel(
     cols = tl.program_id(1).to(tl.int64) * BC + tl.arange(0, BC)
     inside = (rows[:, None] < R) & (cols[None, :] < C)
     values = tl.load(data + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
-    factor = tl.load(scale + rows[:, None] // B_R * scale_r + cols[None, :] // B_C * scale_c, mask=inside, other=0)
+    factor = tl.load(
+        scale + rows[:, None] // B_R * scale_r + cols[None, :] // B_C * scale_c, mask=inside, other=0
+    )
     if E8M0:
         wide = factor.to(tl.int32)
         subnormal = tl.where(wide == 0, 1 << 22, wide << 23)  # 2^-127
@@ -144,7 +149,9 @@ def dequantize_kernel(
     tl.store(out + rows[:, None] * C + cols[None, :], values.to(tl.float32) * factor, mask=inside)
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool) -> tuple:
+def _quantize(
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool
+) -> tuple:
     rows, cols = x.shape
     data = torch.empty((rows, cols), dtype=dtype, device=x.device)
     scale = empty_scale(x, rows, cols, *block, scale_dtype)
@@ -164,10 +171,11 @@ def _quantize(x: Tensor, dtype: torch.dtype, block: tuple[int, int], scale_dtype
         grid = (triton.cdiv(rows, 64), triton.cdiv(cols, 128))
         amax_t, shape = amax[rows:] if per_row else amax, (rows, cols, *x.stride())
         tile = {"PER_ROW": per_row, "BOTH": both, "BR": 64, "BC": 128, "num_warps": 8}
-        amax_kernel[grid](x, amax, amax_t, *shape, **tile)
-        cast_kernel[grid](x, amax, amax_t, data, scale, data_t, scale_t, *shape, LIMIT=limit, **tile)
+        launch(amax_kernel, grid, x, amax, amax_t, *shape, **tile)
+        launch(cast_kernel, grid, x, amax, amax_t, data, scale, data_t, scale_t, *shape, LIMIT=limit, **tile)
         return outputs
-    block_cast_kernel[(triton.cdiv(rows, 128), triton.cdiv(cols, 128))](
+    launch(
+        block_cast_kernel, (triton.cdiv(rows, 128), triton.cdiv(cols, 128)),
         x, data, scale, data_t, scale_t, rows, cols, *x.stride(), *scale.stride(), *scale_t.stride(),
         LIMIT=limit, E8M0=scale_dtype == torch.float8_e8m0fnu, B_R=block[0], B_C=block[1], BOTH=both,
         BR=128, BC=128, num_warps=8,
@@ -198,7 +206,8 @@ def _(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     blocks = [block_of(extent, n) for extent, n in zip(data.shape, scale.shape, strict=True)]
     strides = [stride if block else 0 for stride, block in zip(scale.stride(), blocks, strict=True)]
     e8m0 = scale.dtype == torch.float8_e8m0fnu
-    dequantize_kernel[(triton.cdiv(rows, 64), triton.cdiv(cols, 128))](
+    launch(
+        dequantize_kernel, (triton.cdiv(rows, 64), triton.cdiv(cols, 128)),
         data, scale.view(torch.uint8) if e8m0 else scale, out, rows, cols, *data.stride(), *strides,
         E8M0=e8m0, B_R=blocks[0] or 1, B_C=blocks[1] or 1, BR=64, BC=128, num_warps=8,
     )  # fmt: skip

@@ -57,9 +57,9 @@ def _blocks(x: Tensor, block_rows: int, block_cols: int) -> tuple[Tensor, int, i
 
 def _scale(amax: Tensor, limit: float, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """amax -> (scale, inverse); both come from a division that rounds to nearest, as in the kernels."""
-    one = torch.ones_like(amax)
-    floored = torch.where(amax == 0, limit, amax.clamp_min(AMAX_FLOOR))
-    scale, inverse = floored / limit, limit * one / floored
+    limits = torch.full_like(amax, limit)  # a tensor: CUDA divides by a number through its rounded reciprocal
+    floored = torch.where(amax == 0, limits, amax.clamp_min(AMAX_FLOOR))
+    scale, inverse = floored / limits, limits / floored
     if scale_dtype == torch.float8_e8m0fnu:
         bits = scale.view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up: the scale never saturates a value
@@ -69,7 +69,9 @@ def _scale(amax: Tensor, limit: float, scale_dtype: torch.dtype) -> tuple[Tensor
     return scale, inverse
 
 
-def scale_layout(rows: int, cols: int, block_rows: int, block_cols: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def scale_layout(
+    rows: int, cols: int, block_rows: int, block_cols: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shape and strides of the scales of a [rows, cols] tensor: what cuBLASLt reads on Hopper.
 
     (1, 128): strides (1, rows). (128, 128): rows of C / 128 entries, padded to a multiple of 4. Others: contiguous.

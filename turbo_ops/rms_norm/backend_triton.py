@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.device.launch import launch
 from turbo_ops.device.target import interpreted, refuses_device
 from turbo_ops.rms_norm.op import rms_norm_bwd, rms_norm_fwd
 
@@ -83,8 +84,18 @@ def _(
     dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
     y, rstd = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        rms_norm_fwd_kernel[(rows,)](
-            x, weight, y, rstd, eps, width, offset, ROUND_FIRST=round_first, **_launch(width)
+        launch(
+            rms_norm_fwd_kernel,
+            (rows,),
+            x,
+            weight,
+            y,
+            rstd,
+            eps,
+            width,
+            offset,
+            ROUND_FIRST=round_first,
+            **_launch(width),
         )
     return y, rstd
 
@@ -98,8 +109,20 @@ def _(
     programs = min(rows, _programs(x.device))
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     if rows:
-        rms_norm_bwd_kernel[(programs,)](
-            grad_y, x, weight, rstd, grad_x, partial, rows, width, offset, ROUND_FIRST=round_first, **_launch(width)
+        launch(
+            rms_norm_bwd_kernel,
+            (programs,),
+            grad_y,
+            x,
+            weight,
+            rstd,
+            grad_x,
+            partial,
+            rows,
+            width,
+            offset,
+            ROUND_FIRST=round_first,
+            **_launch(width),
         )
     return grad_x, partial.sum(0).to(weight.dtype)
 

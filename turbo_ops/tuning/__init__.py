@@ -64,7 +64,10 @@ def copy(arg: object) -> object:
     """A tensor of the same values and strides; anything else as it is."""
     if not isinstance(arg, Tensor):
         return arg
-    once = [1 if extent > 1 and step == 0 else extent for extent, step in zip(arg.shape, arg.stride(), strict=True)]
+    once = [
+        1 if extent > 1 and step == 0 else extent
+        for extent, step in zip(arg.shape, arg.stride(), strict=True)
+    ]
     source = arg.as_strided(once, arg.stride())  # an expanded axis is stored once
     fresh = torch.empty_strided(once, arg.stride(), dtype=arg.dtype, device=arg.device)
     return fresh.copy_(source).expand(arg.shape)
