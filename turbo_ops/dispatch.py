@@ -120,16 +120,15 @@ class Op:
         return choice
 
     def _decide(self, args: tuple, device: torch.device) -> Backend:
-        pins = {"force()": policy.FORCED, f"TURBO_{self.name.upper()}_BACKEND": policy.ENVIRONMENT}
-        for origin, pinned_by in pins.items():
-            pinned = policy.pin(pinned_by, (self.name, self.family), args)
-            if pinned:
+        for origin, pins in (("force()", policy.FORCED), ("TURBO_{}_BACKEND", policy.ENVIRONMENT)):
+            found = policy.pin(pins, (self.name, self.family), args)
+            if found:
+                name, pinned = found
                 reason = self.refusal(pinned, args)
                 if reason is None:
                     return self._backends[pinned]
-                raise UnsupportedError(
-                    f"{self.name} is pinned to {pinned} by {origin}, which refuses: {reason}"
-                )
+                origin = origin.format(name.strip("_").upper())
+                raise UnsupportedError(f"{self.name} is pinned to {pinned} by {origin}, which refuses: {reason}")
         tuned = tuning.choose(self, args, device)
         reasons = []
         for name in (*([tuned] if tuned else []), *self.order, "reference"):

@@ -45,6 +45,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 _NOTHING = (None, None)
+HIGH_PRECISION = Recipe()
 
 
 def _operands(
@@ -87,6 +88,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
     elif not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
         dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
+    if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
+        return LinearFunction.apply(x, weight, bias, recipe or HIGH_PRECISION, dtype)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    y = LinearFunction.apply(rows, weight, bias, recipe or Recipe(), dtype)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return LinearFunction.apply(rows, weight, bias, recipe or HIGH_PRECISION, dtype).view(
+        *x.shape[:-1], weight.shape[0]
+    )

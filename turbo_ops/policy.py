@@ -47,12 +47,13 @@ def parse(name: str, value: str) -> dict[str, str]:
     return pins
 
 
-def pin(pins: Mapping[str, str], names: Iterable[str], args: Iterable[object]) -> str | None:
-    """The backend that `pins` name for an op (or its family, second in `names`) on these arguments."""
+def pin(pins: Mapping[str, str], names: Iterable[str], args: Iterable[object]) -> tuple[str, str] | None:
+    """(op or family, backend) that `pins` name for an op (or its family, second in `names`) on these arguments."""
     for name in names:
         if name in pins:
             by_precision = parse(name, pins[name])
-            return by_precision.get(precision(args), by_precision.get("other"))
+            backend = by_precision.get(precision(args), by_precision.get("other"))
+            return (name, backend) if backend else None
     return None
 
 

@@ -1,8 +1,10 @@
-"""cuBLASLt and hipBLASLt through torch.mm, torch._scaled_mm and torch.nn.functional.scaled_mm."""
+"""cuBLASLt and hipBLASLt through torch.mm, torch._scaled_mm and torch._scaled_mm_v2."""
+
+import functools
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType
 
 from turbo_ops.arch import FP8_DTYPES, FP8_FNUZ, hardware
 from turbo_ops.gemm.op import gemm, gemm_accumulate_, operand_problem
@@ -62,12 +64,18 @@ def _refuses_fp8(
 
 
 def _blocks(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple | None:
+    return _matching_blocks(
+        a.shape, b.shape, a_scale.shape, b_scale.shape, a_scale.stride(), b_scale.stride()
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _matching_blocks(a: tuple, b: tuple, a_scale: tuple, b_scale: tuple, *strides: tuple) -> tuple | None:
     """The first pair of blocks that gives scales of these shapes; blockwise ones in `scale_layout`'s strides."""
     for blocks in (*PLAIN, *BLOCKWISE):
-        layouts = [scale_layout(*x.shape, *block) for x, block in zip((a, b), blocks, strict=True)]
-        if all(s.shape == shape for s, (shape, _) in zip((a_scale, b_scale), layouts, strict=True)) and (
-            blocks in PLAIN
-            or all(s.stride() == st for s, (_, st) in zip((a_scale, b_scale), layouts, strict=True))
+        layouts = [scale_layout(*shape, *block) for shape, block in zip((a, b), blocks, strict=True)]
+        if [shape for shape, _ in layouts] == [tuple(a_scale), tuple(b_scale)] and (
+            blocks in PLAIN or [stride for _, stride in layouts] == list(strides)
         ):
             return blocks
     return None
@@ -88,10 +96,12 @@ def _(
     fused_bias = None if dtype == torch.float32 else bias  # cuBLASLt has no bias epilogue for fp32 outputs
     blocks = _blocks(a, b, a_scale, b_scale)
     if blocks in BLOCKWISE:
-        kinds = [KINDS[block] for block in blocks]
-        if kinds[1] == ScalingType.BlockWise128x128:
-            b_scale = _padded(b_scale).t()
-        out = scaled_mm(a, b.t(), a_scale, kinds[0], b_scale, kinds[1], bias=fused_bias, output_dtype=dtype)
+        # F.scaled_mm's own Python costs 20 us a call
+        kinds = [[KINDS[block].value] for block in blocks]
+        padded = b_scale if blocks[1][0] == 1 else _padded(b_scale).t()
+        out = torch._scaled_mm_v2(
+            a, b.t(), [a_scale], kinds[0], [], [padded], kinds[1], [], fused_bias, dtype, [], fast_accum
+        )
     else:
         out = torch._scaled_mm(
             a, b.t(), a_scale, b_scale.t(), bias=fused_bias, out_dtype=dtype, use_fast_accum=fast_accum
@@ -101,7 +111,8 @@ def _(
 
 def _padded(scale: Tensor) -> Tensor:
     """The scales of 128x128 blocks with their padding to a multiple of 4 along K, as `scale_layout` has them."""
-    return scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
+    width = scale.stride(0)
+    return scale if width == scale.shape[1] else scale.as_strided((scale.shape[0], width), (width, 1))
 
 
 def _high(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,14 @@
 """One NT kernel for every precision: a scale of a whole axis waits for the epilogue, the others are used every BK."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from turbo_ops.arch import FP8_DTYPES, hardware
-from turbo_ops.device.launch import launch
+from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.gemm.op import gemm, gemm_accumulate_, operand_problem
 from turbo_ops.quantize.op import block_of
@@ -169,23 +171,31 @@ def _launch(
     a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor,
     *, fast_accum: bool, accumulate: bool,
 ) -> None:  # fmt: skip
-    (M, K), N = a.shape, b.shape[0]
     if out.numel() == 0:
         return
-    arch = hardware(a.device)
     row, scaling = _kind(a, a_scale, b_scale)
-    tiles = TILES.get(arch, TILES["sm90"])
-    BM, BN, BK, warps, stages = tiles[row]
-    if triton.cdiv(M, BM) * triton.cdiv(N, BN) < SMALL_TILES and arch != "cpu":
-        BM, BN, BK, warps, stages = SMALL[row]
-    a_rows, *a_strides = _scale_layout(a, a_scale)
-    b_rows, *b_strides = _scale_layout(b, b_scale)
+    layouts = _scale_layout(a, a_scale), _scale_layout(b, b_scale)
+    strides = *a.stride(), *b.stride(), out.stride(0)
+    launch = _plan((*a.shape, b.shape[0]), strides, layouts, row, scaling, (a.dtype, b.dtype), (out.dtype, a.device),
+                   fast_accum, accumulate)  # fmt: skip
     if scaling == "mx":
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    launch(
-        gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),),
-        a, b, out, a_scale, b_scale, bias, M, N, K, *a.stride(), *b.stride(), out.stride(0), *a_strides, *b_strides,
-        SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows, A_FORMAT=FORMATS.get(a.dtype), B_FORMAT=FORMATS.get(b.dtype),
+    launch(a, b, out, a_scale, b_scale, bias)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    extents: tuple[int, int, int], strides: tuple[int, ...], layouts: tuple, row: str, scaling: str,
+    dtypes: tuple[torch.dtype, torch.dtype], output: tuple[torch.dtype, torch.device], fast_accum: bool, accumulate: bool,
+) -> Launch:  # fmt: skip
+    (M, K, N), arch = extents, hardware(output[1])
+    BM, BN, BK, warps, stages = TILES.get(arch, TILES["sm90"])[row]
+    if triton.cdiv(M, BM) * triton.cdiv(N, BN) < SMALL_TILES and arch != "cpu":
+        BM, BN, BK, warps, stages = SMALL[row]
+    (a_rows, *a_strides), (b_rows, *b_strides) = layouts
+    return Launch(
+        gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides, *a_strides, *b_strides),
+        SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows, A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]),
         MX_NATIVE=arch != "gfx942", IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
         BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip

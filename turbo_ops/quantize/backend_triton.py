@@ -3,15 +3,18 @@
 Scales of a whole axis need a first pass for amax; scales of a block are found in the tile that is cast.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from turbo_ops.device.launch import launch
+from turbo_ops.device.launch import Launch
 from turbo_ops.device.scale import magnitude, saturate, scale_and_inverse
 from turbo_ops.device.target import refuses_device
-from turbo_ops.quantize.op import block_of, dequantize, empty_scale, quantize, quantize_both
+from turbo_ops.quantize.op import block_of, dequantize, empty_scale, quantize, quantize_both, scale_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -149,52 +152,86 @@ def dequantize_kernel(
     tl.store(out + rows[:, None] * C + cols[None, :], values.to(tl.float32) * factor, mask=inside)
 
 
-def _quantize(
-    x: Tensor, dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool
-) -> tuple:
-    rows, cols = x.shape
-    data = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    scale = empty_scale(x, rows, cols, *block, scale_dtype)
-    data_t = torch.empty((cols, rows), dtype=dtype, device=x.device) if both else data
-    scale_t = empty_scale(x, cols, rows, *block, scale_dtype) if both else scale
-    outputs = (data, scale, data_t, scale_t) if both else (data, scale)
-    if scale_dtype == torch.float8_e8m0fnu:
-        scale, scale_t = scale.view(torch.uint8), scale_t.view(torch.uint8)
-    if x.numel() == 0:
-        for one in {scale, scale_t}:
-            one.fill_(127 if one.dtype == torch.uint8 else 1.0)
-        return outputs
-    limit = torch.finfo(dtype).max
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: torch.Size, strides: tuple[int, int], device: torch.device,
+    dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool,
+) -> Callable[[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+    """The cast of every tensor of one shape: all that can be worked out once."""
+    rows, cols = shape
+    limit, e8m0 = torch.finfo(dtype).max, scale_dtype == torch.float8_e8m0fnu
+
+    def allocate() -> tuple[Tensor, ...]:
+        outputs = (
+            torch.empty((rows, cols), dtype=dtype, device=device),
+            empty_scale(device, rows, cols, *block, scale_dtype),
+        )
+        if not both:
+            return outputs
+        data_t = torch.empty((cols, rows), dtype=dtype, device=device)
+        return *outputs, data_t, empty_scale(device, cols, rows, *block, scale_dtype)
+
+    def for_kernel(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (
+            tuple(t.view(torch.uint8) if t.dtype == scale_dtype else t for t in outputs) if e8m0 else outputs
+        )
+
+    if rows * cols == 0:
+
+        def run_empty(x: Tensor) -> tuple[Tensor, ...]:
+            outputs = allocate()
+            for scale in for_kernel(outputs)[1::2]:
+                scale.fill_(127 if e8m0 else 1.0)
+            return outputs
+
+        return run_empty
+
     if block[1] == 0:
         per_row = block[0] == 1
-        amax = torch.zeros(rows + (cols if both else 0) if per_row else 1, dtype=torch.int32, device=x.device)
-        grid = (triton.cdiv(rows, 64), triton.cdiv(cols, 128))
-        amax_t, shape = amax[rows:] if per_row else amax, (rows, cols, *x.stride())
+        grid, scalars = (triton.cdiv(rows, 64), triton.cdiv(cols, 128)), (rows, cols, *strides)
         tile = {"PER_ROW": per_row, "BOTH": both, "BR": 64, "BC": 128, "num_warps": 8}
-        launch(amax_kernel, grid, x, amax, amax_t, *shape, **tile)
-        launch(cast_kernel, grid, x, amax, amax_t, data, scale, data_t, scale_t, *shape, LIMIT=limit, **tile)
-        return outputs
-    launch(
-        block_cast_kernel, (triton.cdiv(rows, 128), triton.cdiv(cols, 128)),
-        x, data, scale, data_t, scale_t, rows, cols, *x.stride(), *scale.stride(), *scale_t.stride(),
-        LIMIT=limit, E8M0=scale_dtype == torch.float8_e8m0fnu, B_R=block[0], B_C=block[1], BOTH=both,
-        BR=128, BC=128, num_warps=8,
+        find_amax = Launch(amax_kernel, grid, scalars, **tile)
+        cast = Launch(cast_kernel, grid, scalars, LIMIT=limit, **tile)
+        extent = rows + (cols if both else 0) if per_row else 1
+
+        def run_whole(x: Tensor) -> tuple[Tensor, ...]:
+            outputs = allocate()
+            amax = torch.zeros(extent, dtype=torch.int32, device=device)
+            amax_t = amax[rows:] if per_row and both else amax
+            find_amax(x, amax, amax_t)
+            cast(x, amax, amax_t, *outputs, *outputs[: 0 if both else 2])
+            return outputs
+
+        return run_whole
+
+    scale_strides = [scale_layout(*extents, *block)[1] for extents in ((rows, cols), (cols, rows))]
+    cast_blocks = Launch(
+        block_cast_kernel,
+        (triton.cdiv(rows, 128), triton.cdiv(cols, 128)),
+        (rows, cols, *strides, *scale_strides[0], *scale_strides[1]),
+        LIMIT=limit, E8M0=e8m0, B_R=block[0], B_C=block[1], BOTH=both, BR=128, BC=128, num_warps=8,
     )  # fmt: skip
-    return outputs
+
+    def run_blocks(x: Tensor) -> tuple[Tensor, ...]:
+        outputs = allocate()
+        cast_blocks(x, *for_kernel(outputs), *for_kernel(outputs[: 0 if both else 2]))
+        return outputs
+
+    return run_blocks
 
 
 @quantize.backend("triton", refuses=refuses)
 def _(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return _quantize(x, dtype, (block_rows, block_cols), scale_dtype, both=False)
+    return _plan(x.shape, x.stride(), x.device, dtype, (block_rows, block_cols), scale_dtype, False)(x)
 
 
 @quantize_both.backend("triton", refuses=refuses)
 def _(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _quantize(x, dtype, (block_rows, block_cols), scale_dtype, both=True)
+    return _plan(x.shape, x.stride(), x.device, dtype, (block_rows, block_cols), scale_dtype, True)(x)
 
 
 @dequantize.backend("triton", refuses=refuses_dequantize)
@@ -206,9 +243,9 @@ def _(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     blocks = [block_of(extent, n) for extent, n in zip(data.shape, scale.shape, strict=True)]
     strides = [stride if block else 0 for stride, block in zip(scale.stride(), blocks, strict=True)]
     e8m0 = scale.dtype == torch.float8_e8m0fnu
-    launch(
-        dequantize_kernel, (triton.cdiv(rows, 64), triton.cdiv(cols, 128)),
-        data, scale.view(torch.uint8) if e8m0 else scale, out, rows, cols, *data.stride(), *strides,
+    launch = Launch(
+        dequantize_kernel, (triton.cdiv(rows, 64), triton.cdiv(cols, 128)), (rows, cols, *data.stride(), *strides),
         E8M0=e8m0, B_R=blocks[0] or 1, B_C=blocks[1] or 1, BR=64, BC=128, num_warps=8,
     )  # fmt: skip
+    launch(data, scale.view(torch.uint8) if e8m0 else scale, out)
     return out

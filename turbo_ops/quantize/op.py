@@ -27,7 +27,7 @@ def quantize(
     scale, inverse = _scale(blocks.abs().amax((1, 3)), limit, scale_dtype)
     data = (blocks * inverse[:, None, :, None]).clamp(-limit, limit)
     data = data.flatten(2).flatten(0, 1)[:rows, :cols].to(dtype).contiguous()
-    return data, empty_scale(x, rows, cols, block_rows, block_cols, scale_dtype).copy_(scale)
+    return data, empty_scale(x.device, rows, cols, block_rows, block_cols, scale_dtype).copy_(scale)
 
 
 @op("triton")
@@ -83,13 +83,13 @@ def scale_layout(
 
 
 def empty_scale(
-    x: Tensor, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+    device: torch.device, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> Tensor:
-    """Room for the scales of a [rows, cols] tensor on x's device, laid out by `scale_layout`."""
-    (r, c), (stride_r, _) = scale_layout(rows, cols, block_rows, block_cols)
-    if (block_rows, block_cols) == (1, 128):
-        return x.new_empty((c, r), dtype=scale_dtype).t()
-    return x.new_empty((r, stride_r), dtype=scale_dtype)[:, :c]
+    """Room for the scales of a [rows, cols] tensor, laid out by `scale_layout`."""
+    (r, c), strides = scale_layout(rows, cols, block_rows, block_cols)
+    if strides[0] > c and strides[1] == 1:
+        return torch.empty((r, strides[0]), dtype=scale_dtype, device=device)[:, :c]  # padding included
+    return torch.empty_strided((r, c), strides, dtype=scale_dtype, device=device)
 
 
 def block_of(extent: int, scales: int) -> int:

@@ -1,11 +1,13 @@
 """A row per step; rows up to MAX_BLOCK wide stay in registers, so x is read once."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from turbo_ops.device.launch import launch
+from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import interpreted, refuses_device
 from turbo_ops.rms_norm.op import rms_norm_bwd, rms_norm_fwd
 
@@ -33,7 +35,7 @@ def refuses_bwd(
 
 @triton.jit
 def rms_norm_fwd_kernel(
-    x, weight, y, rstd, eps, D, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, y, rstd, eps, offset, D, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = cols < D
@@ -49,7 +51,7 @@ def rms_norm_fwd_kernel(
 
 @triton.jit
 def rms_norm_bwd_kernel(
-    grad_y, x, weight, rstd, grad_x, partial, T, D, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    grad_y, x, weight, rstd, grad_x, partial, offset, T, D, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Every program takes each num_programs-th row and leaves its share of grad_weight in partial."""
     program, cols = tl.program_id(0), tl.arange(0, BLOCK)
@@ -71,9 +73,17 @@ def rms_norm_bwd_kernel(
     tl.store(partial + program.to(tl.int64) * D + cols, grad_gain, mask=inside)
 
 
-def _launch(width: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 16)}
+@functools.lru_cache(maxsize=4096)
+def _plan(kernel: object, programs: int, scalars: tuple, round_first: bool, device: torch.device) -> Launch:
+    block = triton.next_power_of_2(scalars[-1])
+    return Launch(
+        kernel,
+        (programs,),
+        scalars,
+        ROUND_FIRST=round_first,
+        BLOCK=block,
+        num_warps=min(max(block // 1024, 1), 16),
+    )
 
 
 @rms_norm_fwd.backend("triton", refuses=refuses)
@@ -84,19 +94,7 @@ def _(
     dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
     y, rstd = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        launch(
-            rms_norm_fwd_kernel,
-            (rows,),
-            x,
-            weight,
-            y,
-            rstd,
-            eps,
-            width,
-            offset,
-            ROUND_FIRST=round_first,
-            **_launch(width),
-        )
+        _plan(rms_norm_fwd_kernel, rows, (eps, offset, width), round_first, x.device)(x, weight, y, rstd)
     return y, rstd
 
 
@@ -105,28 +103,15 @@ def _(
     grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, round_first: bool = False
 ) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    grad_x = torch.empty_like(x)
-    programs = min(rows, _programs(x.device))
+    grad_x, programs = torch.empty_like(x), min(rows, _programs(x.device))
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     if rows:
-        launch(
-            rms_norm_bwd_kernel,
-            (programs,),
-            grad_y,
-            x,
-            weight,
-            rstd,
-            grad_x,
-            partial,
-            rows,
-            width,
-            offset,
-            ROUND_FIRST=round_first,
-            **_launch(width),
-        )
+        launch = _plan(rms_norm_bwd_kernel, programs, (offset, rows, width), round_first, x.device)
+        launch(grad_y, x, weight, rstd, grad_x, partial)
     return grad_x, partial.sum(0).to(weight.dtype)
 
 
+@functools.lru_cache(maxsize=64)
 def _programs(device: torch.device) -> int:
     """Four programs a multiprocessor hide each other's loads; more would only grow `partial`."""
     return 4 if interpreted() else 4 * torch.cuda.get_device_properties(device).multi_processor_count
