@@ -1,4 +1,4 @@
-"""The cases of an op: inputs that tests, benchmarks and tuning share; each family's are in its `cases.py`."""
+"""The cases of an op: inputs that tests, benchmarks and tuning share, from each family's `cases.py`."""
 
 import importlib
 from collections.abc import Callable
@@ -11,6 +11,6 @@ Cases = dict[str, Callable[[], tuple]]
 
 
 def cases(op: Op, size: str, device: torch.device) -> Cases:
-    """{id: make} of `size` "test" (odd and small) or "bench" (models' shapes); make() draws fresh arguments."""
+    """{id: make} of `size` "test" (odd, small) or "bench" (models' shapes); make() draws fresh arguments."""
     module = importlib.import_module(f"{op.reference.__module__.rpartition('.')[0]}.cases")
     return getattr(module, op.name)(size, device)

@@ -15,8 +15,8 @@ class Cast:
     """How one operand of a GEMM becomes FP8.
 
     dtype: "e4m3" or "e5m2"; which encoding that is depends on the GPU (`arch.fp8_dtype`).
-    block: (rows, contracted) extent that shares one scale, 0 = the whole axis: (0, 0) tensorwise, (1, 0) rowwise,
-        (1, 128) and (128, 128) blockwise, (1, 32) MX (OCP Microscaling Formats v1.0).
+    block: (rows, contracted) extent that shares one scale, 0 = the whole axis: (0, 0) tensorwise,
+        (1, 0) rowwise, (1, 128) and (128, 128) blockwise, (1, 32) MX (OCP Microscaling Formats v1.0).
     scale_dtype: "fp32", or "e8m0" (a power of two, rounded up so that nothing saturates; arXiv 2506.08027).
     """
 
@@ -42,8 +42,8 @@ class Cast:
 class Gemm:
     """The casts of `lhs @ rhs.T`; none at all means high precision.
 
-    fast_accum: let Hopper's tensor cores accumulate FP8 products in their 14-bit-aligned registers (2x the speed
-    of promoting partial sums to fp32; ignored elsewhere, and by blockwise scales, which promote every 128 products).
+    fast_accum: let Hopper's tensor cores keep FP8 partial sums in their own registers, some 14 bits wide,
+    and not promote them to fp32. Ignored elsewhere, and with blockwise scales, promoted every 128 products.
     """
 
     lhs: Cast | None = None

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ class Backend:
 class Op:
     """A contract (name, schema, reference, fake) and the backends that fulfil it, best first.
 
-    `reference` is the plain-torch truth. A backend lives in `backend_<name>.py` beside it, is imported on first use
-    and attaches with `@op.backend(name, refuses=...)`; its schema must be the contract's.
+    `reference` is the plain-torch truth. A backend lives in `backend_<name>.py` beside it, is imported on
+    first use and attaches with `@op.backend(name, refuses=...)`; its schema must be the contract's.
     """
 
     def __init__(self, reference: Callable, order: tuple[str, ...], mutates: tuple[str, ...]):
@@ -59,7 +60,7 @@ class Op:
         return f"Op({self.name}{self.schema}, order={(*self.order, 'reference')})"
 
     def backend(self, name: str, *, refuses: Callable[..., str | None] = lambda *args: None) -> Callable:
-        """Attach the decorated function as backend `name`; TypeError where its schema is not the contract's."""
+        """Attach the decorated function as backend `name`; TypeError where its schema is another."""
 
         def attach(run: Callable) -> Callable:
             schema = torch.library.infer_schema(run, mutates_args=self.mutates)
@@ -70,7 +71,7 @@ class Op:
 
         return attach
 
-    def __call__(self, *args: object, **kwargs: object):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < len(self._parameters):
             args = self._complete(args, kwargs)
         # Only a compiler needs the torch.library boundary, and it costs 20-40 us a call.
@@ -86,19 +87,19 @@ class Op:
             )
         return (*args, *(kwargs.get(p.name, p.default) for p in rest))
 
-    def _run(self, *args: object):
+    def _run(self, *args: Any) -> Any:
         backend, index = self._choice(args)
         if index is not None and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return backend.run(*args)
         return backend.run(*args)
 
-    def _run_completed(self, *args: object):
+    def _run_completed(self, *args: Any) -> Any:
         # torch's dispatcher drops trailing arguments that equal their defaults
         return self._run(*self._complete(args, {}))
 
     def choose(self, *args: object) -> Backend:
-        """The pinned backend, else the tuned one, else the first in `order` that accepts; UnsupportedError if none."""
+        """The pinned backend, the tuned one or the first in `order` that accepts; else UnsupportedError."""
         return self._choice(args)[0]
 
     def _choice(self, args: tuple) -> tuple[Backend, int | None]:
@@ -128,9 +129,11 @@ class Op:
                 if reason is None:
                     return self._backends[pinned]
                 origin = origin.format(name.strip("_").upper())
-                raise UnsupportedError(f"{self.name} is pinned to {pinned} by {origin}, which refuses: {reason}")
+                raise UnsupportedError(
+                    f"{self.name} is pinned to {pinned} by {origin}, which refuses: {reason}"
+                )
         tuned = tuning.choose(self, args, device)
-        reasons = []
+        reasons: list[str] = []
         for name in (*([tuned] if tuned else []), *self.order, "reference"):
             reason = self.refusal(name, args)
             if reason is None:
@@ -152,7 +155,7 @@ class Op:
         return backend.refuses(*args) if backend else self._missing[name]
 
     def load(self, name: str) -> Backend | None:
-        """Import `backend_<name>.py` beside the contract on first use; None where it is missing or cannot import."""
+        """Import `backend_<name>.py` beside the contract on first use; None where that cannot be."""
         if name not in self._backends and name not in self._missing:
             module = f"{self.reference.__module__.rpartition('.')[0]}.backend_{name}"
             self._missing[name] = f"there is no {name} backend for {self.name}"
@@ -187,7 +190,8 @@ def _known() -> set[str]:
 def force(**backends: str) -> Iterator[None]:
     """`with force(gemm="triton"): ...` or `force(gemm="fp8:triton,other:blaslt")`, by op or family name.
 
-    A pinned backend that refuses raises UnsupportedError; it never falls back. Frozen once a CUDA graph is captured.
+    A pinned backend that refuses raises UnsupportedError; it never falls back. A captured CUDA graph keeps
+    the backends that it was captured with.
     """
     with policy.force(_known(), backends):
         yield

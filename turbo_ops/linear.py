@@ -4,15 +4,17 @@
     dgrad  grad_x = cast(g)    @ cast(weight.T).T         contracts out
     wgrad  grad_w = cast(g.T)  @ cast(x.T).T              contracts tokens
 
-Each tensor is cast from high precision, once along each axis that is needed, in one read. What backward needs of x is
-saved as wgrad's operand: 1 byte an element where wgrad is cast.
+Each tensor is cast from high precision, once along each axis that is needed, in one read. What backward needs
+of x is saved as wgrad's operand: 1 byte an element where wgrad is cast.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
+from turbo_ops.casting import Cast, Recipe, Scaled
 from turbo_ops.gemm import matmul
 from turbo_ops.quantize import cast, cast_both
 
@@ -20,7 +22,7 @@ from turbo_ops.quantize import cast, cast_both
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype
     ) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
         lhs, x_t = _operands(x, recipe.fprop.lhs, recipe.wgrad.rhs, need_weight, dtype)
@@ -32,14 +34,22 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x_t, weight_t = Scaled(*ctx.saved_tensors[:2]), Scaled(*ctx.saved_tensors[2:])
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dgrad, wgrad = ctx.recipe.dgrad, ctx.recipe.wgrad
-        grad, grad_t = _grad_operands(grad_y, dgrad, wgrad, need_x, need_weight)
-        grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum) if need_x else None
-        grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum) if need_weight else None
+        grad_x = grad_weight = None
+        if need_x and need_weight:
+            grad, grad_t = cast_both(grad_y, dgrad.lhs, wgrad.lhs)
+        elif need_x:
+            grad = cast(grad_y, dgrad.lhs)
+        elif need_weight:
+            grad_t = cast(grad_y.t(), wgrad.lhs)
+        if need_x:
+            grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum)
+        if need_weight:
+            grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum)
         grad_bias = grad_y.sum(0).to(bias_dtype) if need_bias else None
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -51,7 +61,7 @@ HIGH_PRECISION = Recipe()
 def _operands(
     x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype
 ) -> tuple[Scaled, tuple[Tensor | None, Tensor | None]]:
-    """x cast along its last axis, and x.t() along its own where backward needs it; uncast operands are in `dtype`."""
+    """x cast along its last axis, x.t() along its own where backward needs it; uncast, in `dtype`."""
     if need_t and how is not None and how == how_t:
         return cast_both(x, how, how_t)
     operand = cast(x if how else x.to(dtype), how)
@@ -60,28 +70,18 @@ def _operands(
     return operand, cast(x.t() if how_t else x.to(dtype).t(), how_t)
 
 
-def _grad_operands(
-    grad_y: Tensor, dgrad: Gemm, wgrad: Gemm, need_x: bool, need_weight: bool
-) -> tuple[Scaled | None, Scaled | None]:
-    if need_x and need_weight:
-        return cast_both(grad_y, dgrad.lhs, wgrad.lhs)
-    return cast(grad_y, dgrad.lhs) if need_x else None, cast(grad_y.t(), wgrad.lhs) if need_weight else None
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias [out] -> [..., out], differentiable once in all three.
 
-    The output has x's dtype, or autocast's; gradients have their tensors' dtypes. recipe None means no casts. Any
-    extents, 0 and 1 included. Raises ValueError where shapes disagree, and, outside autocast, where dtypes do.
+    The output has x's dtype, or autocast's; gradients have their tensors' dtypes. recipe None means no casts.
+    Any extents, 0 and 1 included. Raises ValueError where shapes or, outside autocast, dtypes disagree.
     """
     if x.shape[-1] != weight.shape[-1] or weight.ndim != 2:
         raise ValueError(
             f"linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., in] and [out, in]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"linear: bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)} needs {weight.shape[:1]}"
-        )
+        raise ValueError(f"linear: bias {tuple(bias.shape)} must be [out] of weight {tuple(weight.shape)}")
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

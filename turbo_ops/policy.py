@@ -30,7 +30,7 @@ def precision(args: Iterable[object]) -> str:
 
 
 def parse(name: str, value: str) -> dict[str, str]:
-    """ "fp8:triton,other:blaslt" -> {"fp8": "triton", "other": "blaslt"}; a bare name is for every precision."""
+    """ "fp8:triton,other:blaslt" -> {"fp8": "triton", "other": "blaslt"}; a bare name is for all."""
     pins = {}
     for part in filter(None, (p.strip() for p in value.split(","))):
         key, colon, backend = part.rpartition(":")
@@ -48,7 +48,7 @@ def parse(name: str, value: str) -> dict[str, str]:
 
 
 def pin(pins: Mapping[str, str], names: Iterable[str], args: Iterable[object]) -> tuple[str, str] | None:
-    """(op or family, backend) that `pins` name for an op (or its family, second in `names`) on these arguments."""
+    """(op or family, backend) that `pins` name for an op or its family, `names`, on these arguments."""
     for name in names:
         if name in pins:
             by_precision = parse(name, pins[name])

@@ -13,11 +13,12 @@ from turbo_ops.device.target import interpreted
 
 
 class Launch:
-    """`kernel[grid](*tensors, *scalars, **constants)` for fixed grid, scalars and constants, on one device."""
+    """`kernel[grid](*tensors, *scalars, **constants)` for one grid, set of scalars and device."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: tuple, **constants: object):
         self._kernel, self._grid, self._scalars, self._constants = kernel, grid, scalars, constants
         self._compiled: dict[tuple, Callable] = {}
+        self._rest: tuple = ()  # the constants in the kernel's order, once it is compiled
 
     def __call__(self, *tensors: Tensor | None) -> None:
         # what Triton specialises pointers on: alignment and, on AMD, buffers under 2 GiB

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from turbo_ops.arch import FP8_DTYPES, FP8_FNUZ, FP8_OCP, hardware
 
-# FP8 types with conversion and matrix instructions; OCP types on gfx942 compile to some 5000 VALU instructions.
+# FP8 types with instructions of their own; OCP types on gfx942 compile to some 5000 VALU instructions.
 NATIVE_FP8 = {
     "gfx942": frozenset(FP8_FNUZ.values()),
     **dict.fromkeys(("gfx950", "sm89", "sm90", "sm100", "sm103", "sm120"), frozenset(FP8_OCP.values())),

@@ -50,7 +50,9 @@ def _refuses_fp8(
         return f"N and K must be multiples of 16, are {N} and {K}"
     for name, x in (("a", a), ("b", b)):
         if x.stride(1) != 1 or x.stride(0) % 16 or x.storage_offset() % 16:
-            return f"{name} must have its contracted axis contiguous and rows aligned to 16, has strides {x.stride()}"
+            return (
+                f"{name} needs a contiguous contracted axis and rows aligned to 16, has strides {x.stride()}"
+            )
     if bias is not None and dtype != torch.float32 and bias.dtype != dtype:
         return f"bias must have the output's dtype {dtype}, has {bias.dtype}"
     blocks = _blocks(a, b, a_scale, b_scale)
@@ -59,7 +61,7 @@ def _refuses_fp8(
             f"no scales of {a_scale.dtype}, {tuple(a_scale.shape)} and {tuple(b_scale.shape)}, in this layout"
         )
     if blocks in BLOCKWISE and (arch != "sm90" or M % 4 or a.dtype in E5M2 or b.dtype in E5M2):
-        return f"blockwise scales need sm90, E4M3 and M a multiple of 4, not {arch}, {a.dtype}, {b.dtype} and {M}"
+        return f"blockwise scales need sm90, E4M3 and M % 4 == 0, not {arch}, {a.dtype}, {b.dtype} and M={M}"
     return None
 
 
@@ -71,9 +73,11 @@ def _blocks(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple | N
 
 @functools.lru_cache(maxsize=4096)
 def _matching_blocks(a: tuple, b: tuple, a_scale: tuple, b_scale: tuple, *strides: tuple) -> tuple | None:
-    """The first pair of blocks that gives scales of these shapes; blockwise ones in `scale_layout`'s strides."""
+    """The first pair of blocks that gives scales of these shapes, blockwise ones in their strides too."""
     for blocks in (*PLAIN, *BLOCKWISE):
-        layouts = [scale_layout(*shape, *block) for shape, block in zip((a, b), blocks, strict=True)]
+        layouts = [
+            scale_layout(shape[0], shape[1], *block) for shape, block in zip((a, b), blocks, strict=True)
+        ]
         if [shape for shape, _ in layouts] == [tuple(a_scale), tuple(b_scale)] and (
             blocks in PLAIN or [stride for _, stride in layouts] == list(strides)
         ):
@@ -82,7 +86,7 @@ def _matching_blocks(a: tuple, b: tuple, a_scale: tuple, b_scale: tuple, *stride
 
 
 @gemm.backend("blaslt", refuses=refuses)
-def _(
+def product(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None = None,
@@ -106,11 +110,11 @@ def _(
         out = torch._scaled_mm(
             a, b.t(), a_scale, b_scale.t(), bias=fused_bias, out_dtype=dtype, use_fast_accum=fast_accum
         )
-    return out if bias is fused_bias else out.add_(bias)
+    return out if bias is None or bias is fused_bias else out.add_(bias)
 
 
 def _padded(scale: Tensor) -> Tensor:
-    """The scales of 128x128 blocks with their padding to a multiple of 4 along K, as `scale_layout` has them."""
+    """The scales of 128x128 blocks with their padding along K, as `scale_layout` has them."""
     width = scale.stride(0)
     return scale if width == scale.shape[1] else scale.as_strided((scale.shape[0], width), (width, 1))
 
@@ -137,4 +141,4 @@ def _(
     b_scale: Tensor | None = None,
     fast_accum: bool = True,
 ) -> None:
-    out.add_(gemm.load("blaslt").run(a, b, a_scale, b_scale, None, torch.float32, fast_accum))
+    out.add_(product(a, b, a_scale, b_scale, None, torch.float32, fast_accum))

@@ -1,4 +1,4 @@
-"""One NT kernel for every precision: a scale of a whole axis waits for the epilogue, the others are used every BK."""
+"""One NT kernel for every precision: scales of a whole K wait for the epilogue, others are used every BK."""
 
 import functools
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 E8M0 = torch.float8_e8m0fnu
 
-# Tiles (BM, BN, BK, warps, stages) by what an element and a scale cost; `test_aot.py` holds them to no spills.
+# Tiles (BM, BN, BK, warps, stages) by operands and scales; `test_aot.py` holds them to no spills.
 TILES = {
     "sm90": {
         "fp32": (128, 128, 32, 8, 3),
@@ -42,7 +42,7 @@ TILES = {
     },
 }
 SMALL = {"fp32": (32, 64, 32, 4, 2), "half": (32, 64, 64, 4, 3)}
-SMALL |= {kind: (32, 64, 128, 4, 3) for kind in ("fp8", "block", "mx")}
+SMALL |= dict.fromkeys(("fp8", "block", "mx"), (32, 64, 128, 4, 3))
 SMALL_TILES = 64  # below this many wide tiles, half of an H200's 132 multiprocessors would idle
 
 
@@ -89,8 +89,9 @@ def upcast_mx(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr):
 def gemm_kernel(
     a, b, out, a_scale, b_scale, bias, M, N, K,
     stride_am, stride_ak, stride_bn, stride_bk, stride_om, scale_am, scale_ak, scale_bn, scale_bk,
-    SCALE: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
-    MX_NATIVE: tl.constexpr, IMPRECISE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    SCALE: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, MX_NATIVE: tl.constexpr,
+    IMPRECISE: tl.constexpr, ACCUMULATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """SCALE: "none", "whole" (epilogue), "block" (one scale per BK) or "mx" (one per 32).
@@ -151,7 +152,7 @@ def gemm_kernel(
 
 def _kind(a: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> tuple[str, str]:
     """Which row of TILES, and how the kernel applies scales."""
-    if a_scale is None:
+    if a_scale is None or b_scale is None:
         return ("fp32" if a.dtype == torch.float32 else "half"), "none"
     if a_scale.dtype == E8M0:
         return "mx", "mx"
@@ -176,27 +177,36 @@ def _launch(
     row, scaling = _kind(a, a_scale, b_scale)
     layouts = _scale_layout(a, a_scale), _scale_layout(b, b_scale)
     strides = *a.stride(), *b.stride(), out.stride(0)
-    launch = _plan((*a.shape, b.shape[0]), strides, layouts, row, scaling, (a.dtype, b.dtype), (out.dtype, a.device),
-                   fast_accum, accumulate)  # fmt: skip
-    if scaling == "mx":
+    launch = _plan(
+        (*a.shape, b.shape[0]),
+        strides,
+        layouts,
+        (row, scaling),
+        (a.dtype, b.dtype),
+        a.device,
+        fast_accum,
+        accumulate,
+    )
+    if scaling == "mx" and a_scale is not None and b_scale is not None:
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     launch(a, b, out, a_scale, b_scale, bias)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    extents: tuple[int, int, int], strides: tuple[int, ...], layouts: tuple, row: str, scaling: str,
-    dtypes: tuple[torch.dtype, torch.dtype], output: tuple[torch.dtype, torch.device], fast_accum: bool, accumulate: bool,
+    extents: tuple[int, int, int], strides: tuple[int, ...], layouts: tuple, kind: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, fast_accum: bool, accumulate: bool,
 ) -> Launch:  # fmt: skip
-    (M, K, N), arch = extents, hardware(output[1])
+    (M, K, N), (row, scaling), arch = extents, kind, hardware(device)
     BM, BN, BK, warps, stages = TILES.get(arch, TILES["sm90"])[row]
     if triton.cdiv(M, BM) * triton.cdiv(N, BN) < SMALL_TILES and arch != "cpu":
         BM, BN, BK, warps, stages = SMALL[row]
     (a_rows, *a_strides), (b_rows, *b_strides) = layouts
     return Launch(
         gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides, *a_strides, *b_strides),
-        SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows, A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]),
-        MX_NATIVE=arch != "gfx942", IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
+        SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows,
+        A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]), MX_NATIVE=arch != "gfx942",
+        IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
         BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 

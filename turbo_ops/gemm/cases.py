@@ -1,5 +1,6 @@
 """Inputs of gemm and gemm_accumulate_."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ def gemm(size: str, device: torch.device) -> dict:
 
 
 def gemm_accumulate_(size: str, device: torch.device) -> dict:
-    def accumulating(make, dtype):
+    def accumulating(make: Callable[[], tuple], dtype: torch.dtype) -> tuple:
         a, b, a_scale, b_scale, _, _, fast = make()
         return torch.randn(a.shape[0], b.shape[0], device=device).to(dtype), a, b, a_scale, b_scale, fast
 
@@ -75,8 +76,8 @@ def _high(
     out: torch.dtype,
     device: torch.device,
     *,
-    bias=False,
-    transposed=False,
+    bias: bool = False,
+    transposed: bool = False,
 ) -> tuple:
     a, b = _operand(m, k, device).to(dtype), _operand(n, k, device).to(dtype)
     if transposed:
@@ -85,7 +86,15 @@ def _high(
 
 
 def _fp8(
-    m: int, n: int, k: int, names: tuple, scales: tuple, out: torch.dtype, device: torch.device, *, bias=False
+    m: int,
+    n: int,
+    k: int,
+    names: tuple,
+    scales: tuple,
+    out: torch.dtype,
+    device: torch.device,
+    *,
+    bias: bool = False,
 ) -> tuple:
     a_block, b_block, scale_dtype = scales
     a_dtype, b_dtype = (fp8_dtype(name, device) for name in names)

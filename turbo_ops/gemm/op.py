@@ -18,10 +18,10 @@ def gemm(
     dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = True,
 ) -> Tensor:
-    """a [M, K], b [N, K] -> (a * a_scale) @ (b * b_scale).T + bias, [M, N] of `dtype`, contiguous, summed in fp32.
+    """a [M, K], b [N, K] -> (a * a_scale) @ (b * b_scale).T + bias: [M, N] of `dtype`, contiguous.
 
-    A scale has one entry per block (`casting.Cast`): its shape is the granularity. Either both operands have one
-    (FP8) or neither (bf16, fp16, fp32). bias [N]. Any strides, any extents, 0 included.
+    A scale has one entry per block (`casting.Cast`): its shape is the granularity. Both operands have one
+    (FP8) or neither (bf16, fp16, fp32). bias [N]. Sums are fp32. Any strides, any extents, 0 included.
     """
     return _product(a, b, a_scale, b_scale, bias).to(dtype)
 

@@ -5,6 +5,7 @@ Scales of a whole axis need a first pass for amax; scales of a block are found i
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -156,7 +157,7 @@ def dequantize_kernel(
 def _plan(
     shape: torch.Size, strides: tuple[int, int], device: torch.device,
     dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool,
-) -> Callable[[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+) -> Callable[[Tensor], Any]:  # fmt: skip
     """The cast of every tensor of one shape: all that can be worked out once."""
     rows, cols = shape
     limit, e8m0 = torch.finfo(dtype).max, scale_dtype == torch.float8_e8m0fnu
@@ -244,7 +245,9 @@ def _(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     strides = [stride if block else 0 for stride, block in zip(scale.stride(), blocks, strict=True)]
     e8m0 = scale.dtype == torch.float8_e8m0fnu
     launch = Launch(
-        dequantize_kernel, (triton.cdiv(rows, 64), triton.cdiv(cols, 128)), (rows, cols, *data.stride(), *strides),
+        dequantize_kernel,
+        (triton.cdiv(rows, 64), triton.cdiv(cols, 128)),
+        (rows, cols, *data.stride(), *strides),
         E8M0=e8m0, B_R=blocks[0] or 1, B_C=blocks[1] or 1, BR=64, BC=128, num_warps=8,
     )  # fmt: skip
     launch(data, scale.view(torch.uint8) if e8m0 else scale, out)

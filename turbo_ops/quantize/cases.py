@@ -1,5 +1,6 @@
 """Inputs of quantize, quantize_both and dequantize."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,7 +34,7 @@ def quantize(size: str, device: torch.device) -> dict:
                 found[f"{block}-{name}-{shape[0]}x{shape[1]}-bf16"] = make
         if size == "test":
             e4m3 = fp8_dtype("e4m3", device)
-            inputs = {
+            inputs: dict[str, Callable[[], Tensor]] = {
                 **{
                     f"130x200-{t}": partial(_normal, (130, 200), d, device)
                     for t, d in (("fp32", torch.float32), ("fp16", torch.float16))
@@ -55,7 +56,7 @@ quantize_both = quantize
 def dequantize(size: str, device: torch.device) -> dict:
     from turbo_ops.quantize.op import quantize as contract
 
-    def made(make, dtype):
+    def made(make: Callable[[], tuple], dtype: torch.dtype) -> tuple:
         return (*contract.reference(*make()), dtype)
 
     dtypes = (torch.bfloat16, torch.float32) if size == "test" else (torch.bfloat16,)
@@ -67,7 +68,7 @@ def dequantize(size: str, device: torch.device) -> dict:
     }
 
 
-def _quantize(x, *rest) -> tuple:
+def _quantize(x: Callable[[], Tensor], *rest: object) -> tuple:
     return (x(), *rest)
 
 
@@ -76,7 +77,7 @@ def _normal(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
 
 def _special(value: float, device: torch.device) -> Tensor:
-    """Normal values with one special one in the middle of each third row; all of it special where it is 0 or tiny."""
+    """Normal values, a special one in each third row; all are scaled by it where it is 0 or tiny."""
     x = torch.randn(70, 140, device=device)
     if abs(value) < 1:
         return x.mul_(value)

@@ -1,8 +1,8 @@
 """Scale each block of a tensor to the range of an FP8 type, then round."""
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn import functional as F
 
 from turbo_ops.arch import fp8_dtype
 from turbo_ops.casting import SCALE_DTYPES, Cast, Scaled
@@ -16,10 +16,10 @@ AMAX_FLOOR = 2.0**-110
 def quantize(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x [R, C], any strides -> data [R, C] of `dtype`, contiguous; scale [R / block_rows, C / block_cols], rounded up.
+    """x [R, C], any strides -> data [R, C] of `dtype`, contiguous; scale, one per block, edges rounded up.
 
-    A block of 0 is the whole axis. scale = amax / limit of its block (1 where amax is 0), data = x * (limit / amax),
-    rounded to nearest even; NaN or inf in x gives NaN in x's whole block of data * scale. float8_e8m0fnu scales are
+    A block of 0 is the whole axis. scale = amax / limit of its block (1 where amax is 0), data = x * (limit /
+    amax), rounded to nearest even; NaN or inf in x makes its whole block of data * scale NaN. e8m0 scales are
     the power of two at or above amax / limit. Strides of scale: see `empty_scale`.
     """
     limit = torch.finfo(dtype).max
@@ -34,14 +34,14 @@ def quantize(
 def quantize_both(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize(x)` and `quantize(x.t())` from one read of x [R, C]: data [R, C], scale, data_t [C, R], scale_t."""
+    """`quantize(x)` and `quantize(x.t())` from one read of x [R, C]: data, scale, data_t [C, R], scale_t."""
     args = (dtype, block_rows, block_cols, scale_dtype)
     return *quantize.reference(x, *args), *quantize.reference(x.t(), *args)
 
 
 @op("triton")
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """data [R, C] of FP8 times scale (one entry per block, see `casting.Cast`) -> [R, C] of `dtype`, contiguous."""
+    """data [R, C] of FP8 times scale (one entry per block, see `casting.Cast`) -> [R, C] of `dtype`."""
     return (data.float() * expand_scale(scale, *data.shape)).to(dtype).contiguous()
 
 
@@ -74,12 +74,14 @@ def scale_layout(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shape and strides of the scales of a [rows, cols] tensor: what cuBLASLt reads on Hopper.
 
-    (1, 128): strides (1, rows). (128, 128): rows of C / 128 entries, padded to a multiple of 4. Others: contiguous.
+    (1, 128): strides (1, rows). (128, 128): rows padded to a multiple of 4 entries. Others: contiguous.
     """
     r = -(-rows // block_rows) if block_rows else 1
     c = -(-cols // block_cols) if block_cols else 1
-    strides = {(1, 128): (1, r), (128, 128): ((c + 3) // 4 * 4, 1)}
-    return (r, c), strides.get((block_rows, block_cols), (c, 1))
+    # compared, not looked up: a compiler that has seen two recipes makes the blocks SymInts, which do not hash
+    if (block_rows, block_cols) == (1, 128):
+        return (r, c), (1, r)
+    return (r, c), ((c + 3) // 4 * 4 if (block_rows, block_cols) == (128, 128) else c, 1)
 
 
 def empty_scale(
@@ -93,7 +95,7 @@ def empty_scale(
 
 
 def block_of(extent: int, scales: int) -> int:
-    """The block of an axis with `scales` scales: 0 (whole), 1, 32 or 128; a ValueError where there is none."""
+    """The block of an axis with `scales` scales: 0 (whole), 1, 32 or 128; ValueError where none fits."""
     if scales == 1 or extent == scales == 0:
         return 0
     for block in (1, 32, 128):
@@ -120,7 +122,7 @@ def cast(x: Tensor, how: Cast | None) -> Scaled:
 
 
 def cast_both(x: Tensor, how: Cast | None, how_t: Cast | None) -> tuple[Scaled, Scaled]:
-    """x [R, C] cast by `how` along C, and x.t() cast by `how_t` along R; one read where the casts are the same."""
+    """x [R, C] cast by `how` along C, and x.t() by `how_t` along R; one read where the casts are the same."""
     if how is None or how != how_t:
         return cast(x, how), cast(x.t(), how_t)
     data, scale, data_t, scale_t = quantize_both(x, *_arguments(x, how))

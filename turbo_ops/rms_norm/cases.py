@@ -1,6 +1,8 @@
 """Inputs of rms_norm_fwd and rms_norm_bwd."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ def rms_norm_bwd(size: str, device: torch.device) -> dict:
     return _cases(size, device, _backward)
 
 
-def _cases(size: str, device: torch.device, make) -> dict:
+def _cases(size: str, device: torch.device, make: Callable[..., tuple]) -> dict:
     found = {}
     for rows, width in SHAPES[size]:
         for dtype in DTYPES if size == "test" else ("bf16",):
@@ -44,7 +46,7 @@ def _forward(
     return x, weight, 1e-6, *variant
 
 
-def _backward(*args) -> tuple:
+def _backward(*args: Any) -> tuple:
     x, weight, eps, offset, round_first = _forward(*args)
     y_dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)

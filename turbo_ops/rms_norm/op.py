@@ -1,8 +1,10 @@
 """RMSNorm (arXiv 1910.07467): y = x * rsqrt(mean(x^2) + eps) * (weight + offset), statistics in fp32."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from turbo_ops.dispatch import op
 
@@ -13,8 +15,8 @@ def rms_norm_fwd(
 ) -> tuple[Tensor, Tensor]:
     """x [T, D], weight [D] -> y [T, D], rstd [T] fp32; both contiguous.
 
-    round_first rounds the normalised x to x's dtype before the weight multiplies it, and y has the promoted dtype
-    (Llama); otherwise everything is fp32 until y is rounded to x's dtype (torch, Gemma, Olmo). offset is Gemma's 1.
+    round_first rounds the normalised x to x's dtype before the weight multiplies it, and y has the promoted
+    dtype (Llama); else all is fp32 until y is rounded to x's dtype (torch, Gemma, Olmo). Gemma's offset is 1.
     """
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
     x_hat, dtype = _normalised(x, weight, rstd, round_first)
@@ -25,7 +27,7 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, round_first: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """grad_y [T, D], x [T, D], weight [D], rstd [T] -> grad_x [T, D] of x's dtype, grad_weight [D] of weight's."""
+    """grad_y, x [T, D], weight [D], rstd [T] -> grad_x [T, D] of x's dtype, grad_weight [D] of weight's."""
     x_hat = x.float() * rstd[:, None]
     scaled = grad_y.float() * (weight.float() + offset)
     grad_x = rstd[:, None] * (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True))
@@ -42,9 +44,7 @@ def _normalised(x: Tensor, weight: Tensor, rstd: Tensor, round_first: bool) -> t
 
 class RMSNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
         y, rstd = rms_norm_fwd(x, weight, eps, offset, round_first)
         ctx.save_for_backward(x, weight, rstd)
         ctx.variant = (offset, round_first)
@@ -52,7 +52,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = rms_norm_bwd(grad_y.contiguous(), *ctx.saved_tensors, *ctx.variant)
         return grad_x, grad_weight, None, None, None
 
@@ -67,8 +67,8 @@ def rms_norm(
 ) -> Tensor:
     """Normalise the last dimension of x [..., D] and scale it by weight [D] (None: by 1).
 
-    eps defaults to the machine epsilon of x's dtype, as in `torch.nn.functional.rms_norm`. offset and round_first:
-    see `rms_norm_fwd`. Differentiable in x and weight. Raises ValueError where weight is not [D].
+    eps defaults to the machine epsilon of x's dtype, as in `torch.nn.functional.rms_norm`. offset and
+    round_first: see `rms_norm_fwd`. Differentiable in x and weight. ValueError where weight is not [D].
     """
     width = x.shape[-1]
     if weight is None:

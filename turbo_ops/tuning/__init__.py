@@ -1,7 +1,7 @@
-"""Which backend was measured fastest: `tuned/<arch>.json`, and with TURBO_AUTO_TUNE=1 what this machine measured.
+"""Which backend was measured fastest: `tuned/<arch>.json`, and with TURBO_AUTO_TUNE=1 what this machine saw.
 
-`python -m turbo_ops.tuning` writes the table, which is reviewed like code. Without a matching entry the contract's own
-order holds. Auto-tuning is off by default: it costs seconds at first use of a shape.
+`python -m turbo_ops.tuning` writes the table, which is reviewed like code. Without a matching entry the
+contract's own order holds. Auto-tuning is off by default: it costs seconds at first use of a shape.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ def _word(arg: object) -> str:
 
 
 def measure(op: "Op", args: tuple, names: tuple[str, ...], repeats: int = 20) -> dict[str, float]:
-    """Median ms of each named backend that accepts `args`, run on scratch copies: outputs in use are never written."""
+    """Median ms of each named backend that accepts `args`, on scratch copies: nothing in use is written."""
     times = {}
     for name in names:
-        if op.refusal(name, args) is None:
+        backend = op.load(name)
+        if backend is not None and op.refusal(name, args) is None:
             scratch = tuple(copy(arg) for arg in args)
-            run = op.load(name).run
-            times[name] = median_ms(lambda run=run, scratch=scratch: run(*scratch), args, repeats)
+            times[name] = median_ms(functools.partial(backend.run, *scratch), args, repeats)
     return times
 
 
@@ -122,7 +122,7 @@ def _auto_tuned(op: "Op", args: tuple, name: str, entry: str) -> str | None:
 
 
 def cache_file(name: str) -> Path:
-    """Where auto-tuning keeps its results: TURBO_CACHE_DIR, else the user's cache folder; one file per arch and torch."""
+    """Where auto-tuning keeps results: TURBO_CACHE_DIR or the user's cache; a file per arch and torch."""
     root = os.environ.get("TURBO_CACHE_DIR") or Path(
         os.environ.get("XDG_CACHE_HOME", "~/.cache"), "turbo_ops"
     )
