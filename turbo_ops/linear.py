@@ -22,9 +22,16 @@ from turbo_ops.quantize import cast, cast_both
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        recording: bool,
     ) -> Tensor:
-        need_x, need_weight = ctx.needs_input_grad[:2]
+        # needs_input_grad is True for a parameter under no_grad too, and grad mode is always off in here
+        need_x, need_weight = (recording and need for need in ctx.needs_input_grad[:2])
         lhs, x_t = _operands(x, recipe.fprop.lhs, recipe.wgrad.rhs, need_weight, dtype)
         rhs, weight_t = _operands(weight, recipe.fprop.rhs, recipe.dgrad.rhs, need_x, dtype)
         ctx.save_for_backward(*x_t, *weight_t)
@@ -51,7 +58,7 @@ class LinearFunction(torch.autograd.Function):
         if need_weight:
             grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum)
         grad_bias = grad_y.sum(0).to(bias_dtype) if need_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 _NOTHING = (None, None)
@@ -89,8 +96,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
         dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
     if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
-        return LinearFunction.apply(x, weight, bias, recipe or HIGH_PRECISION, dtype)
+        return LinearFunction.apply(x, weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled())
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return LinearFunction.apply(rows, weight, bias, recipe or HIGH_PRECISION, dtype).view(
-        *x.shape[:-1], weight.shape[0]
-    )
+    y = LinearFunction.apply(rows, weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled())
+    return y.view(*x.shape[:-1], weight.shape[0])

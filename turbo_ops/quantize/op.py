@@ -78,7 +78,7 @@ def scale_layout(
     """
     r = -(-rows // block_rows) if block_rows else 1
     c = -(-cols // block_cols) if block_cols else 1
-    # compared, not looked up: a compiler that has seen two recipes makes the blocks SymInts, which do not hash
+    # compared, not looked up: a compiler that saw two recipes makes the blocks SymInts, which do not hash
     if (block_rows, block_cols) == (1, 128):
         return (r, c), (1, r)
     return (r, c), ((c + 3) // 4 * 4 if (block_rows, block_cols) == (128, 128) else c, 1)
