@@ -21,8 +21,8 @@ class Launch:
         self._rest: tuple = ()  # the constants in the kernel's order, once it is compiled
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        # what Triton specialises pointers on: alignment and, on AMD, buffers under 2 GiB
-        key = tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+        # what Triton specialises tensors on: absence, dtype, alignment and, on AMD, buffers under 2 GiB
+        key = tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
         if torch.version.hip:
             key += tuple([t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors])
         run = self._compiled.get(key)

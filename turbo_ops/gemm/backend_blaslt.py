@@ -104,7 +104,7 @@ def product(
         kinds = [[KINDS[block].value] for block in blocks]
         padded = b_scale if blocks[1][0] == 1 else _padded(b_scale).t()
         out = torch._scaled_mm_v2(
-            a, b.t(), [a_scale], kinds[0], [], [padded], kinds[1], [], fused_bias, dtype, [], fast_accum
+            a, b.t(), [a_scale], kinds[0], [], [padded], kinds[1], [], fused_bias, dtype, [], False
         )
     else:
         out = torch._scaled_mm(

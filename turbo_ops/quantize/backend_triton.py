@@ -4,8 +4,9 @@ Scales of a whole axis need a first pass for amax; scales of a block are found i
 """
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,58 +39,78 @@ def refuses_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> str |
 
 
 @triton.jit
-def amax_kernel(
-    x, amax, amax_t, R, C, stride_r, stride_c,
-    PER_ROW: tl.constexpr, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Bits of the largest magnitude of x, of each row (amax) and each column (amax_t); both start at 0."""
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    cols = tl.program_id(1).to(tl.int64) * BC + tl.arange(0, BC)
-    inside = (rows[:, None] < R) & (cols[None, :] < C)
-    bits = magnitude(tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0))
-    if PER_ROW:
-        tl.atomic_max(amax + rows, tl.max(bits, 1), mask=rows < R)
-        if BOTH:
-            tl.atomic_max(amax_t + cols, tl.max(bits, 0), mask=cols < C)
-    else:
-        tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0))
+def amax_kernel(x, partial, R, C, stride_r, stride_c, BR: tl.constexpr, BC: tl.constexpr):
+    """Bits of the largest magnitude that each program sees in its share of the tiles."""
+    program, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
+    largest = tl.zeros((BR, BC), tl.int32)
+    for tile in range(program, tl.cdiv(R, BR) * tiles_c, tl.num_programs(0)):
+        rows = (tile // tiles_c * BR + tl.arange(0, BR)).to(tl.int64)
+        cols = (tile % tiles_c * BC + tl.arange(0, BC)).to(tl.int64)
+        inside = (rows[:, None] < R) & (cols[None, :] < C)
+        values = tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
+        largest = tl.maximum(largest, magnitude(values))
+    tl.store(partial + program, tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit
 def cast_kernel(
-    x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
-    LIMIT: tl.constexpr, PER_ROW: tl.constexpr, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    x, partial, data, scale, data_t, scale_t, R, C, stride_r, stride_c, PARTIALS,
+    LIMIT: tl.constexpr, BOTH: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Cast x by the scales that follow from amax: one, or one per row (and per column for the transpose)."""
+    """Cast x by the one scale that follows from `partial` (PARTIALS <= MOST entries of amax_kernel)."""
+    first_r, first_c = tl.program_id(0).to(tl.int64) * BR, tl.program_id(1).to(tl.int64) * BC
+    rows, cols = first_r + tl.arange(0, BR), first_c + tl.arange(0, BC)
+    inside = (rows[:, None] < R) & (cols[None, :] < C)
+    values = tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
+    entries = tl.arange(0, MOST)
+    amax = tl.max(tl.load(partial + entries, mask=entries < PARTIALS, other=0), 0)
+    one_scale, inverse = scale_and_inverse(tl.full((1,), 0, tl.int32) + amax, LIMIT, False)
+    cast = saturate(values.to(tl.float32) * inverse[:, None], LIMIT).to(data.dtype.element_ty)
+    tl.store(data + rows[:, None] * C + cols[None, :], cast, mask=inside)
+    if BOTH:
+        tl.store(data_t + cols[:, None] * R + rows[None, :], tl.trans(cast), mask=tl.trans(inside))
+    if first_r + first_c == 0:
+        tl.store(scale + tl.arange(0, 1), one_scale)
+        if BOTH:
+            tl.store(scale_t + tl.arange(0, 1), one_scale)
+
+
+@triton.jit
+def amax_rows_kernel(
+    x, amax, amax_t, R, C, stride_r, stride_c, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Bits of the largest magnitude of each row (amax) and each column (amax_t); both start at 0."""
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    cols = tl.program_id(1).to(tl.int64) * BC + tl.arange(0, BC)
+    inside = (rows[:, None] < R) & (cols[None, :] < C)
+    bits = magnitude(tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0))
+    tl.atomic_max(amax + rows, tl.max(bits, 1), mask=rows < R)
+    if BOTH:
+        tl.atomic_max(amax_t + cols, tl.max(bits, 0), mask=cols < C)
+
+
+@triton.jit
+def cast_rows_kernel(
+    x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
+    LIMIT: tl.constexpr, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Cast x by a scale per row, and its transpose by a scale per column."""
     first_r, first_c = tl.program_id(0).to(tl.int64) * BR, tl.program_id(1).to(tl.int64) * BC
     rows, cols = first_r + tl.arange(0, BR), first_c + tl.arange(0, BC)
     inside = (rows[:, None] < R) & (cols[None, :] < C)
     values = tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
     values = values.to(tl.float32)
-    out, out_t = data + rows[:, None] * C + cols[None, :], data_t + cols[:, None] * R + rows[None, :]
-    if PER_ROW:
-        row_scale, inverse = scale_and_inverse(tl.load(amax + rows, mask=rows < R, other=0), LIMIT, False)
-        tl.store(out, saturate(values * inverse[:, None], LIMIT).to(data.dtype.element_ty), mask=inside)
-        if first_c == 0:
-            tl.store(scale + rows, row_scale, mask=rows < R)
-        if BOTH:
-            col_scale, inverse = scale_and_inverse(
-                tl.load(amax_t + cols, mask=cols < C, other=0), LIMIT, False
-            )
-            cast_t = tl.trans(saturate(values * inverse[None, :], LIMIT).to(data.dtype.element_ty))
-            tl.store(out_t, cast_t, mask=tl.trans(inside))
-            if first_r == 0:
-                tl.store(scale_t + cols, col_scale, mask=cols < C)
-    else:
-        one_scale, inverse = scale_and_inverse(tl.load(amax + tl.arange(0, 1)), LIMIT, False)
-        cast = saturate(values * inverse[:, None], LIMIT).to(data.dtype.element_ty)
-        tl.store(out, cast, mask=inside)
-        if BOTH:
-            tl.store(out_t, tl.trans(cast), mask=tl.trans(inside))
-        if first_r + first_c == 0:
-            tl.store(scale + tl.arange(0, 1), one_scale)
-            if BOTH:
-                tl.store(scale_t + tl.arange(0, 1), one_scale)
+    row_scale, inverse = scale_and_inverse(tl.load(amax + rows, mask=rows < R, other=0), LIMIT, False)
+    cast = saturate(values * inverse[:, None], LIMIT).to(data.dtype.element_ty)
+    tl.store(data + rows[:, None] * C + cols[None, :], cast, mask=inside)
+    if first_c == 0:
+        tl.store(scale + rows, row_scale, mask=rows < R)
+    if BOTH:
+        col_scale, inverse = scale_and_inverse(tl.load(amax_t + cols, mask=cols < C, other=0), LIMIT, False)
+        cast_t = tl.trans(saturate(values * inverse[None, :], LIMIT).to(data.dtype.element_ty))
+        tl.store(data_t + cols[:, None] * R + rows[None, :], cast_t, mask=tl.trans(inside))
+        if first_r == 0:
+            tl.store(scale_t + cols, col_scale, mask=cols < C)
 
 
 @triton.jit
@@ -153,86 +174,135 @@ def dequantize_kernel(
     tl.store(out + rows[:, None] * C + cols[None, :], values.to(tl.float32) * factor, mask=inside)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    shape: torch.Size, strides: tuple[int, int], device: torch.device,
-    dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool,
-) -> Callable[[Tensor], Any]:  # fmt: skip
-    """The cast of every tensor of one shape: all that can be worked out once."""
-    rows, cols = shape
-    limit, e8m0 = torch.finfo(dtype).max, scale_dtype == torch.float8_e8m0fnu
+class Shape(NamedTuple):
+    """All that a plan depends on; the launches see the rest."""
 
-    def allocate() -> tuple[Tensor, ...]:
-        outputs = (
-            torch.empty((rows, cols), dtype=dtype, device=device),
-            empty_scale(device, rows, cols, *block, scale_dtype),
-        )
-        if not both:
-            return outputs
-        data_t = torch.empty((cols, rows), dtype=dtype, device=device)
-        return *outputs, data_t, empty_scale(device, cols, rows, *block, scale_dtype)
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+    both: bool
 
-    def for_kernel(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (
-            tuple(t.view(torch.uint8) if t.dtype == scale_dtype else t for t in outputs) if e8m0 else outputs
-        )
-
-    if rows * cols == 0:
-
-        def run_empty(x: Tensor) -> tuple[Tensor, ...]:
-            outputs = allocate()
-            for scale in for_kernel(outputs)[1::2]:
-                scale.fill_(127 if e8m0 else 1.0)
-            return outputs
-
-        return run_empty
-
-    if block[1] == 0:
-        per_row = block[0] == 1
-        grid, scalars = (triton.cdiv(rows, 64), triton.cdiv(cols, 128)), (rows, cols, *strides)
-        tile = {"PER_ROW": per_row, "BOTH": both, "BR": 64, "BC": 128, "num_warps": 8}
-        find_amax = Launch(amax_kernel, grid, scalars, **tile)
-        cast = Launch(cast_kernel, grid, scalars, LIMIT=limit, **tile)
-        extent = rows + (cols if both else 0) if per_row else 1
-
-        def run_whole(x: Tensor) -> tuple[Tensor, ...]:
-            outputs = allocate()
-            amax = torch.zeros(extent, dtype=torch.int32, device=device)
-            amax_t = amax[rows:] if per_row and both else amax
-            find_amax(x, amax, amax_t)
-            cast(x, amax, amax_t, *outputs, *outputs[: 0 if both else 2])
-            return outputs
-
-        return run_whole
-
-    scale_strides = [scale_layout(*extents, *block)[1] for extents in ((rows, cols), (cols, rows))]
-    cast_blocks = Launch(
-        block_cast_kernel,
-        (triton.cdiv(rows, 128), triton.cdiv(cols, 128)),
-        (rows, cols, *strides, *scale_strides[0], *scale_strides[1]),
-        LIMIT=limit, E8M0=e8m0, B_R=block[0], B_C=block[1], BOTH=both, BR=128, BC=128, num_warps=8,
-    )  # fmt: skip
-
-    def run_blocks(x: Tensor) -> tuple[Tensor, ...]:
-        outputs = allocate()
-        cast_blocks(x, *for_kernel(outputs), *for_kernel(outputs[: 0 if both else 2]))
+    def allocate(self) -> list[Tensor]:
+        """data, scale and, where both are wanted, those of the transpose."""
+        outputs = []
+        for rows, cols in (self.extents, self.extents[::-1])[: 1 + self.both]:
+            outputs.append(torch.empty((rows, cols), dtype=self.dtype, device=self.device))
+            outputs.append(empty_scale(self.device, rows, cols, *self.block, self.scale_dtype))
         return outputs
 
-    return run_blocks
+    def grid(self, rows: int, cols: int) -> tuple[int, int]:
+        return triton.cdiv(self.extents[0], rows), triton.cdiv(self.extents[1], cols)
+
+
+Plan = Callable[[Tensor], Any]  # x -> the op's outputs
+MOST_PARTIALS = 512
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(shape: Shape) -> Plan:
+    """The cast of every tensor of one shape: all that can be worked out once."""
+    if 0 in shape.extents:
+        return _plan_empty(shape)
+    if shape.block == (0, 0):
+        return _plan_tensorwise(shape)
+    return _plan_rowwise(shape) if shape.block == (1, 0) else _plan_blockwise(shape)
+
+
+def _plan_empty(shape: Shape) -> Plan:
+    def run(x: Tensor) -> list[Tensor]:
+        outputs = shape.allocate()
+        for scale in outputs[1::2]:  # an empty block has amax 0, so scale 1
+            if scale.dtype == torch.float8_e8m0fnu:
+                scale.view(torch.uint8).fill_(127)
+            else:
+                scale.fill_(1.0)
+        return outputs
+
+    return run
+
+
+def _plan_tensorwise(shape: Shape) -> Plan:
+    partials = min(math.prod(shape.grid(64, 128)), MOST_PARTIALS)
+    scalars, tile = (*shape.extents, *shape.strides), {"BR": 64, "BC": 128, "num_warps": 8}
+    find_amax = Launch(amax_kernel, (partials,), scalars, **tile)
+    limit = torch.finfo(shape.dtype).max
+    cast = Launch(
+        cast_kernel, shape.grid(64, 128), (*scalars, partials),
+        LIMIT=limit, BOTH=shape.both, MOST=triton.next_power_of_2(partials), **tile,
+    )  # fmt: skip
+
+    def run(x: Tensor) -> list[Tensor]:
+        outputs = shape.allocate()
+        partial = torch.empty(partials, dtype=torch.int32, device=shape.device)
+        find_amax(x, partial)
+        cast(x, partial, *_four(outputs))
+        return outputs
+
+    return run
+
+
+def _plan_rowwise(shape: Shape) -> Plan:
+    rows, cols = shape.extents
+    scalars, tile = (rows, cols, *shape.strides), {"BOTH": shape.both, "BR": 64, "BC": 128, "num_warps": 8}
+    find_amax = Launch(amax_rows_kernel, shape.grid(64, 128), scalars, **tile)
+    limit = torch.finfo(shape.dtype).max
+    cast = Launch(cast_rows_kernel, shape.grid(64, 128), scalars, LIMIT=limit, **tile)
+
+    def run(x: Tensor) -> list[Tensor]:
+        outputs = shape.allocate()
+        amax = torch.zeros(rows + cols if shape.both else rows, dtype=torch.int32, device=shape.device)
+        amax_t = amax[rows:] if shape.both else amax
+        find_amax(x, amax, amax_t)
+        cast(x, amax, amax_t, *_four(outputs))
+        return outputs
+
+    return run
+
+
+def _plan_blockwise(shape: Shape) -> Plan:
+    e8m0 = shape.scale_dtype == torch.float8_e8m0fnu
+    rows, cols = shape.extents
+    layouts = scale_layout(rows, cols, *shape.block), scale_layout(cols, rows, *shape.block)
+    scale_strides = [stride for _, strides in layouts for stride in strides]
+    cast = Launch(
+        block_cast_kernel, shape.grid(128, 128), (*shape.extents, *shape.strides, *scale_strides),
+        LIMIT=torch.finfo(shape.dtype).max, E8M0=e8m0, B_R=shape.block[0], B_C=shape.block[1], BOTH=shape.both,
+        BR=128, BC=128, num_warps=8,
+    )  # fmt: skip
+
+    def run(x: Tensor) -> list[Tensor]:
+        outputs = shape.allocate()
+        data, scale, data_t, scale_t = _four(outputs)
+        if e8m0:
+            scale, scale_t = scale.view(torch.uint8), scale_t.view(torch.uint8)
+        cast(x, data, scale, data_t, scale_t)
+        return outputs
+
+    return run
+
+
+def _four(outputs: list[Tensor]) -> list[Tensor]:
+    """Kernels take four outputs; those of the transpose are unused where only one orientation is wanted."""
+    return outputs if len(outputs) == 4 else outputs * 2
 
 
 @quantize.backend("triton", refuses=refuses)
 def _(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return _plan(x.shape, x.stride(), x.device, dtype, (block_rows, block_cols), scale_dtype, False)(x)
+    shape = Shape(x.shape, x.stride(), x.device, dtype, (block_rows, block_cols), scale_dtype, both=False)
+    return tuple(_plan(shape)(x))
 
 
 @quantize_both.backend("triton", refuses=refuses)
 def _(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _plan(x.shape, x.stride(), x.device, dtype, (block_rows, block_cols), scale_dtype, True)(x)
+    shape = Shape(x.shape, x.stride(), x.device, dtype, (block_rows, block_cols), scale_dtype, both=True)
+    return tuple(_plan(shape)(x))
 
 
 @dequantize.backend("triton", refuses=refuses_dequantize)
