@@ -18,7 +18,7 @@ demo: $(READY)
 # Two processes: a kernel is either interpreted or compiled in one, never both.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not aot" -n $(JOBS) $(PYTEST_ARGS)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests -m aot $(PYTEST_ARGS)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests -m aot -n $(JOBS) $(PYTEST_ARGS)
 
 # On a machine with a GPU and a torch of its own: installs nothing and needs no network.
 test-gpu:

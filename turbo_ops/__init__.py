@@ -3,9 +3,9 @@
 from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
 from turbo_ops.dispatch import UnsupportedError, explain, force, reset
 from turbo_ops.gemm import gemm, gemm_accumulate_
-from turbo_ops.linear import linear
+from turbo_ops.linear import linear, linear_backends
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
-from turbo_ops.rms_norm import rms_norm
+from turbo_ops.rms_norm import rms_norm, rms_norm_backend
 
 reset()
 
@@ -23,8 +23,10 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "linear",
+    "linear_backends",
     "quantize",
     "quantize_both",
     "reset",
     "rms_norm",
+    "rms_norm_backend",
 ]

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
 from turbo_ops.casting import Cast, Recipe, Scaled
-from turbo_ops.gemm import matmul
-from turbo_ops.quantize import cast, cast_both
+from turbo_ops.gemm import gemm, matmul
+from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
 
 
 class LinearFunction(torch.autograd.Function):
@@ -100,3 +101,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y = LinearFunction.apply(rows, weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled())
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_backends(weight: Tensor, recipe: Recipe, tokens: int = 4096) -> str:
+    """What `linear` will run on for this weight: "gemm:blaslt quantize:triton". Allocates nothing."""
+    how = recipe.fprop if recipe.fprop.lhs else recipe.dgrad
+    with FakeTensorMode():
+        x = torch.empty(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        fake = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if how.lhs is None or how.rhs is None:
+            return f"gemm:{gemm.choose(x, fake, None, None, None, x.dtype, True).name}"
+        casts = [(t, *cast_arguments(t, c)) for t, c in ((x, how.lhs), (fake, how.rhs))]
+        (a, a_scale), (b, b_scale) = (quantize.reference(*args) for args in casts)
+        chosen = gemm.choose(a, b, a_scale, b_scale, None, x.dtype, how.fast_accum).name
+        return f"gemm:{chosen} quantize:{quantize.choose(*casts[0]).name}"

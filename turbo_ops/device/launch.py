@@ -24,7 +24,9 @@ class Launch:
         # what Triton specialises tensors on: absence, dtype, alignment and, on AMD, buffers under 2 GiB
         key = tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
         if torch.version.hip:
-            key += tuple([t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors])
+            key += tuple(
+                [None if t is None else (t.dtype, t.untyped_storage().nbytes() < 2**31) for t in tensors]
+            )
         run = self._compiled.get(key)
         if run is not None:
             run(*tensors, *self._scalars, *self._rest)

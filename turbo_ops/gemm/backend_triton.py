@@ -69,8 +69,8 @@ def refuses(
     if (a_scale.dtype == E8M0) != (b_scale.dtype == E8M0):
         return f"scales must both be e8m0 or neither, are {a_scale.dtype} and {b_scale.dtype}"
     blocks = {block_of(x.shape[1], s.shape[1]) for x, s in ((a, a_scale), (b, b_scale))}
-    if a_scale.dtype == E8M0 and not (blocks <= {0, 32} and {a.dtype, b.dtype} <= FORMATS.keys()):
-        return f"e8m0 scales go with OCP FP8 and blocks of 1x32, not {a.dtype} with {blocks}"
+    if a_scale.dtype == E8M0 and not blocks <= {0, 32}:
+        return f"e8m0 scales along K must cover 32, not {blocks}"
     if a_scale.dtype != E8M0 and not blocks <= {0, 128}:
         return f"fp32 scales along K must cover 128 or all of it, not {blocks}"
     return refuses_device(a, a.dtype, b.dtype)
@@ -112,7 +112,7 @@ def gemm_kernel(
         a_scale_at = a_scale + row[:, None] * scale_am + blocks[None, :] * scale_ak
         b_scale_at = b_scale + col[:, None] * scale_bn + blocks[None, :] * scale_bk
     elif SCALE != "none":
-        a_scale_at, b_scale_at = a_scale + row // A_ROWS * scale_am, b_scale + col // B_ROWS * scale_bn
+        a_scale_at, b_scale_at = row // A_ROWS * scale_am, col // B_ROWS * scale_bn
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K, BK):
         left = K - start
@@ -130,7 +130,9 @@ def gemm_kernel(
             b_scale_at += BK // 32 * scale_bk
         elif SCALE == "block":
             partial = tl.dot(x, y, max_num_imprecise_acc=IMPRECISE)
-            total += partial * (tl.load(a_scale_at)[:, None] * tl.load(b_scale_at)[None, :])
+            total += partial * (
+                tl.load(a_scale + a_scale_at)[:, None] * tl.load(b_scale + b_scale_at)[None, :]
+            )
             a_scale_at += scale_ak
             b_scale_at += scale_bk
         elif SCALE == "whole":
@@ -140,7 +142,7 @@ def gemm_kernel(
         a_at += BK * stride_ak
         b_at += BK * stride_bk
     if SCALE == "whole":
-        total = total * (tl.load(a_scale_at)[:, None] * tl.load(b_scale_at)[None, :])
+        total = total * (tl.load(a_scale + a_scale_at)[:, None] * tl.load(b_scale + b_scale_at)[None, :])
     if bias is not None:
         total += tl.load(bias + col).to(tl.float32)[None, :]
     inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -199,13 +201,15 @@ def _plan(
 ) -> Launch:  # fmt: skip
     (M, K, N), (row, scaling), arch = extents, kind, hardware(device)
     BM, BN, BK, warps, stages = TILES.get(arch, TILES["sm90"])[row]
+    if accumulate and BM * BN > 128 * 256:
+        BM = 128
     if triton.cdiv(M, BM) * triton.cdiv(N, BN) < SMALL_TILES and arch != "cpu":
         BM, BN, BK, warps, stages = SMALL[row]
     (a_rows, *a_strides), (b_rows, *b_strides) = layouts
     return Launch(
         gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides, *a_strides, *b_strides),
         SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows,
-        A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]), MX_NATIVE=arch != "gfx942",
+        A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]), MX_NATIVE=arch != "gfx942" and set(dtypes) <= FORMATS.keys(),
         IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
         BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -269,8 +269,8 @@ def _plan_blockwise(shape: Shape) -> Plan:
     scale_strides = [stride for _, strides in layouts for stride in strides]
     cast = Launch(
         block_cast_kernel, shape.grid(128, 128), (*shape.extents, *shape.strides, *scale_strides),
-        LIMIT=torch.finfo(shape.dtype).max, E8M0=e8m0, B_R=shape.block[0], B_C=shape.block[1], BOTH=shape.both,
-        BR=128, BC=128, num_warps=8,
+        LIMIT=torch.finfo(shape.dtype).max, E8M0=e8m0, B_R=shape.block[0], B_C=shape.block[1],
+        BOTH=shape.both, BR=128, BC=128, num_warps=8,
     )  # fmt: skip
 
     def run(x: Tensor) -> list[Tensor]:

@@ -118,16 +118,17 @@ def expand_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
 
 def cast(x: Tensor, how: Cast | None) -> Scaled:
     """x [R, C] cast by `how`, blocks along its last axis; None keeps it as it is."""
-    return Scaled(*quantize(x, *_arguments(x, how))) if how else Scaled(x)
+    return Scaled(*quantize(x, *cast_arguments(x, how))) if how else Scaled(x)
 
 
 def cast_both(x: Tensor, how: Cast | None, how_t: Cast | None) -> tuple[Scaled, Scaled]:
     """x [R, C] cast by `how` along C, and x.t() by `how_t` along R; one read where the casts are the same."""
     if how is None or how != how_t:
         return cast(x, how), cast(x.t(), how_t)
-    data, scale, data_t, scale_t = quantize_both(x, *_arguments(x, how))
+    data, scale, data_t, scale_t = quantize_both(x, *cast_arguments(x, how))
     return Scaled(data, scale), Scaled(data_t, scale_t)
 
 
-def _arguments(x: Tensor, how: Cast) -> tuple[torch.dtype, int, int, torch.dtype]:
+def cast_arguments(x: Tensor, how: Cast) -> tuple[torch.dtype, int, int, torch.dtype]:
+    """What `quantize` takes behind x for a cast on x's device."""
     return fp8_dtype(how.dtype, x.device), *how.block, SCALE_DTYPES[how.scale_dtype]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
 from turbo_ops.dispatch import op
@@ -80,3 +81,13 @@ def rms_norm(
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rows = x.reshape(x.shape[:-1].numel(), width).contiguous()
     return RMSNormFunction.apply(rows, weight, eps, offset, round_first).view(x.shape)
+
+
+def rms_norm_backend(weight: Tensor) -> str:
+    """What `rms_norm` will run on for this weight: "rms_norm:native". Allocates and computes nothing."""
+    with FakeTensorMode():
+        x, fake = (
+            torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            for shape in ((4096, *weight.shape), weight.shape)
+        )
+        return f"rms_norm:{rms_norm_fwd.choose(x, fake, 1e-6, 0.0, False).name}"

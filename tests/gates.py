@@ -1,0 +1,40 @@
+"""What each Triton kernel must compile to on gfx942 and gfx950, whatever case launches it."""
+
+from dataclasses import dataclass
+
+TRITON = "3.6.0"  # the pair of torch 2.11; other versions allocate registers differently and only report
+
+
+# Matrix instructions by the type of the operands; an FP8 type that a GPU lacks is emulated through bf16 ones.
+MATRIX = {"*fp8": r"fp8|bf8|f8f6f4", "*bf16": r"_bf16", "*fp16": r"_f16", "*fp32": r"x(2|4)_?f32"}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """No spills, no scratch and LDS that fits hold for every kernel; the rest is asked here."""
+
+    operand: str | None = None  # the parameter whose type says which matrix instructions there must be
+
+
+GATES = {
+    "amax_kernel": Gate(),
+    "amax_rows_kernel": Gate(),
+    "block_cast_kernel": Gate(),
+    "cast_kernel": Gate(),
+    "cast_rows_kernel": Gate(),
+    "dequantize_kernel": Gate(),
+    "gemm_kernel": Gate(operand="a"),
+    "rms_norm_bwd_kernel": Gate(),
+    "rms_norm_fwd_kernel": Gate(),
+}
+
+
+def matrix_pattern(gate: Gate, types: dict[str, str], constants: dict[str, object]) -> str | None:
+    """The pattern that some matrix instruction of a kernel with these types and constants must match."""
+    if gate.operand is None:
+        return None
+    upcast = (
+        constants.get("SCALE") == "mx" and not constants["MX_NATIVE"]
+    )  # no scaled matrix instruction there
+    kind = "*bf16" if upcast else types[gate.operand]
+    return next(pattern for prefix, pattern in MATRIX.items() if kind.startswith(prefix))
