@@ -29,7 +29,7 @@ def patch(
 ) -> Report:
     """Patch `model` in place: its modules change class and keep everything else; `unpatch` undoes it.
 
-    recipe: a name of `turbo_nn.RECIPES`, a `Recipe`, a `Policy`, a mapping of patterns to either, a YAML file.
+    recipe: a name of `turbo_nn.RECIPES`, a `Recipe`, a `Policy`, a mapping of patterns to either, or YAML.
     only, skip: globs over fully qualified names. convert_small: also layers too small to gain on a GPU.
     strict: raise LeftError, with the list and with nothing changed, where a layer that the recipe asks for
     would be left. verify: prove each kind of module on a probe. A patched model may be patched again with
@@ -84,7 +84,7 @@ def _judge(
     casts = rule is None or rule.casts
     name, recipe = (policy.at(site.fqn) or (None, None)) if casts else (None, Recipe())
     kind = (site.fqn, type(module).__name__, rule.name if rule else None)
-    unasked = chosen(site.fqn) or (rule.protects(site) if rule else _protected(module))
+    unasked: str | None = chosen(site.fqn) or (rule.protects(site) if rule else _protected(module))
     if not unasked and recipe is None:
         unasked = "no rule of the policy matches"
     if not unasked and casts and not (recipe and recipe.casts):
@@ -92,22 +92,23 @@ def _judge(
     if unasked or recipe is None:
         return Verdict(*kind, None, None, unasked), None
     if rule is None:
-        reason = "its weight is [in, out]: only nn.Linear's [out, in] is known"
-        return Verdict(*kind, name, None, reason if kind[1] == "Conv1D" else "no rule knows this class"), None
-    reason = None
+        transposed = "its weight is [in, out]: only nn.Linear's [out, in] is known"
+        return Verdict(
+            *kind, name, None, transposed if kind[1] == "Conv1D" else "no rule knows this class"
+        ), None
+    refusal = rule.refuses(site, convert_small)
     if "forward" in module.__dict__:
-        reason = (
-            "its forward was replaced on the instance (accelerate's hooks, another patcher): patch earlier"
+        refusal = (
+            "its forward was replaced on the instance (accelerate's hooks, a patcher): patch before that"
         )
-    reason = reason or rule.refuses(site, convert_small)
-    twin = None if reason else _twin(module, rule, recipe, proven)
-    if not isinstance(twin, Twin):
-        return Verdict(*kind, name, None, reason or twin), None
+    twin = refusal or _twin(module, rule, recipe, proven)
+    if isinstance(twin, str):
+        return Verdict(*kind, name, None, twin), None
     return Verdict(*kind, name, rule.backend(module, recipe), None), twin
 
 
 def _twin(module: nn.Module, rule: Rule, recipe: Recipe, proven: dict | None) -> Twin | str:
-    """The first twin that agrees with `module` on every trial, else the last one's reason; a kind is tried once."""
+    """The first twin that agrees with `module` on every trial, else the last one's reason."""
     twins = rule.convert(module, recipe)
     if proven is None:
         return twins[0]

@@ -24,7 +24,7 @@ class Verdict:
 
 
 class Report:
-    """The verdicts in the model's order; printed, a table where equal layers of repeated blocks share a row."""
+    """The verdicts in the model's order; printed, a table where equal layers of all blocks share a row."""
 
     def __init__(self, verdicts: list[Verdict]):
         self.verdicts = verdicts
