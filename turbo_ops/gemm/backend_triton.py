@@ -210,7 +210,8 @@ def _plan(
         gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides, *a_strides, *b_strides),
         SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows,
         A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]),
-        MX_NATIVE=arch != "gfx942" and set(dtypes) <= FORMATS.keys(), IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
+        MX_NATIVE=arch != "gfx942" and set(dtypes) <= FORMATS.keys(),
+        IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
         BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
