@@ -39,7 +39,9 @@ def read_text(source: str) -> str:
     if path.suffix or source.startswith((".", "/", "~")):
         raise ValueError(f"--data {source}: no such file or folder")
     from datasets import load_dataset
+    from models import offline_without_hub
 
+    offline_without_hub()
     try:
         return "\n\n".join(load_dataset(source, split="train")["text"])
     except Exception as error:  # the hub's client raises many kinds
@@ -58,24 +60,20 @@ class Corpus:
 
     @classmethod
     def cut(cls, ids: list[int], length: int, batch: int) -> "Corpus":
-        """Raises ValueError naming --data where the text gives less than a batch of training and one held out."""
+        """ValueError, naming --data, where the text gives less than one batch and a held-out sequence."""
         sequences = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
         held_out = max(1, len(sequences) // 10)
         if len(sequences) - held_out < batch:
             raise ValueError(
-                f"--data: {len(ids)} tokens are {len(sequences)} sequences of {length}, too few for batches of {batch}: "
-                "give a longer text, or a smaller --seq-len or --batch-size"
+                f"--data: {len(ids)} tokens are {len(sequences)} sequences of {length}, too few for "
+                f"batches of {batch}: give a longer text, or a smaller --seq-len or --batch-size"
             )
         return cls(sequences[:-held_out], sequences[-held_out:])
 
     def batch(self, seed: int, step: int, size: int, rank: int = 0, ranks: int = 1) -> Tensor:
-        """Rank's rows [size, length] of global step `step`: epochs are permutations drawn from (seed, epoch)."""
+        """Rank's rows [size, length] at `step`; an epoch is a permutation drawn from (seed, epoch)."""
         total = size * ranks
         per_epoch = len(self.train) // total
-        if per_epoch == 0:
-            raise ValueError(
-                f"--batch-size {size} on {ranks} processes is more than the text's {len(self.train)} sequences"
-            )
         epoch, index = divmod(step, per_epoch)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.train), generator=generator)

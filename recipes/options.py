@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Options, the command line over `--config` over the defaults; exits with 2 and one line where one is wrong."""
+    """The command line over `--config` over the defaults; exits with 2 and one line where one is wrong."""
     parser = _parser()
     config = parser.parse_known_args(argv)[0].config
     if config:
@@ -34,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def _parser() -> Parser:
     parser = Parser(
         "finetune.py",
-        description="Fine-tune a causal language model on a text, in FP8 or without. Run it with python, or with "
+        description="Fine-tune a causal language model on a text, in FP8 or without. Run it with python or "
         "`accelerate launch` on several GPUs.",
     )
     add = parser.add_argument_group("model and data").add_argument
@@ -49,7 +49,7 @@ def _parser() -> Parser:
         help="a name of turbo_nn.RECIPES, or none: no patch (%(default)s)",
     )
     add("--policy", help="YAML file of rules, layer by layer; instead of --recipe")
-    add("--convert-small", action="store_true", help="on a GPU, also cast layers too small to gain speed")
+    add("--convert-small", action="store_true", help="on a GPU, also cast layers too small to gain")
     add(
         "--dtype",
         choices=("auto", "fp32", "bf16"),

@@ -5,7 +5,7 @@ from turbo_nn.patch import RULES, patch, unpatch
 from turbo_nn.recipes import RECIPES, Policy, load_policy
 from turbo_nn.report import LeftError, Report, Verdict
 from turbo_nn.rms_norm import RMSNorm
-from turbo_nn.rule import Rule
+from turbo_nn.rule import Probe, Rule, Twin
 from turbo_ops import Cast, Gemm, Recipe
 
 __all__ = [
@@ -16,10 +16,12 @@ __all__ = [
     "LeftError",
     "Linear",
     "Policy",
+    "Probe",
     "RMSNorm",
     "Recipe",
     "Report",
     "Rule",
+    "Twin",
     "Verdict",
     "load_policy",
     "patch",

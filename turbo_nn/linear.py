@@ -1,26 +1,30 @@
-"""`torch.nn.Linear` in the precision of a recipe."""
+"""`torch.nn.Linear` whose three GEMMs run in the precision of a recipe, and the rule that patches it in."""
 
+import copyreg
+import functools
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 import turbo_ops
-from turbo_nn.recipes import resolve
-from turbo_nn.rule import Rule, Site, Trial, Twin, draw
+from turbo_nn.recipes import RecipeLike, layer_recipe, name_of
+from turbo_nn.rule import Probe, Rule, Twin, draw
 from turbo_ops import Recipe
 from turbo_ops.arch import arch
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Below this many weights a layer gains nothing from FP8: casts and launches cost more than the GEMMs save.
 SMALLEST = {"sm90": 4096 * 4096, "gfx942": 4096 * 4096, "gfx950": 4096 * 4096}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Linear(nn.Linear):
-    """y = x @ weight.T + bias, x [..., in_features] -> [..., out_features].
+    """Drop-in `torch.nn.Linear`: x [..., in] -> [..., out], with the casts of `recipe`.
 
-    recipe: a name of `turbo_nn.RECIPES`, a `Recipe`, or a policy (in which this layer's name is ""). Raises
-    ValueError for an unknown name. Everything else is `torch.nn.Linear`.
+    recipe: a name of `RECIPES`, a `Recipe`, or a policy (a `Policy`, its mapping or its YAML file), of which
+    the rule "*" counts. ValueError for an unknown name. The state_dict is that of `torch.nn.Linear`.
     """
 
     recipe: Recipe
@@ -33,68 +37,88 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: object = "bf16",
+        recipe: RecipeLike = "bf16",
     ):
-        found = resolve(recipe).at("")
-        if found is None:
-            raise ValueError(f"recipe={recipe!r}: no rule of this policy matches a layer by itself, add '*'")
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.recipe = found[1]
+        self.recipe = layer_recipe(recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         return turbo_ops.linear(x, self.weight, self.bias, self.recipe)
 
     def extra_repr(self) -> str:
-        name = resolve(self.recipe).rules[0][1]
-        return f"{super().extra_repr()}, recipe={name}"
+        return f"{super().extra_repr()}, recipe={name_of(self.recipe)}"
 
 
-def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
-    return [Twin(Linear, {"recipe": recipe})]
+class TwinType(type):
+    """The class of the classes that `twin_class` makes: pickle finds no module that holds those by name."""
 
 
-def _trials(module: nn.Module) -> list[Trial]:
-    """A corner of the layer: the mapping does not depend on extents, and a head has 500 million weights."""
-    out_features, in_features = (min(n, 64) for n in cast(Tensor, module.weight).shape)
-    parameters: dict[str, Tensor | None] = {"weight": draw(out_features, in_features)}
-    parameters["bias"] = None if module.bias is None else draw(out_features)
-    return [Trial(parameters, draw(3, 5, in_features))]
+@functools.cache
+def twin_class(original: type) -> type[nn.Module]:
+    """Linear, and for a subclass of nn.Linear both: it stays an instance of its own class."""
+    if issubclass(original, Linear):
+        return original
+    if original is nn.Linear:
+        return Linear
+    return cast(type[nn.Module], TwinType(original.__name__, (Linear, original), {"__module__": __name__}))
 
 
-def _protects(site: Site) -> str | None:
-    if site.is_adapter:
-        return "a LoRA factor stays in high precision"
-    if site.module.weight in site.embeddings:
-        return "its weight is an embedding's too: a tied head stays in high precision"
-    if site.name.endswith(("gate", "router")) and hasattr(site.parent, "experts"):
-        return "a router stays in high precision"
-    return None
+copyreg.pickle(TwinType, lambda cls: (twin_class, (cls.__bases__[1],)))  # type: ignore[arg-type, return-value]
 
 
-def _refuses(site: Site, convert_small: bool) -> str | None:
-    module, weight = site.module, cast(Tensor, site.module.weight)
-    if type(module) not in (nn.Linear, Linear):
-        return f"{type(module).__name__} is a subclass of nn.Linear with behaviour of its own"
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
+    cls = type(module)
+    if _is_conv1d(module):
+        return "Conv1D keeps its weight as [in, out], a Linear as [out, in]"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "MultiheadAttention reads its weight without calling it"
+    if cls.forward not in (nn.Linear.forward, Linear.forward):
+        return f"{cls.__name__} has a forward of its own"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed, not a parameter (parametrize, weight_norm)"
+    if is_lazy(weight):
+        return "its weight has no shape yet: run the model once"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}: patch before quantising or sharding"
     if weight.dtype not in DTYPES:
-        return f"its weight is {weight.dtype}: fp32, bf16 and fp16 are cast"
-    device = weight.device
-    if convert_small or device.type != "cuda":
-        return None
-    smallest = SMALLEST.get(arch(device), SMALLEST["sm90"])
-    if weight.numel() < smallest:
-        extents = "x".join(map(str, weight.shape))
-        return f"{extents} is too small to gain on {arch(device)}; convert_small=True takes it"
+        return f"its weight is {weight.dtype}, neither fp32, bf16 nor fp16"
     return None
+
+
+def _small(module: nn.Module) -> str | None:
+    weight = cast(Tensor, module.weight)
+    if weight.device.type != "cuda":
+        return None
+    least = SMALLEST.get(arch(weight.device), SMALLEST["sm90"])
+    if weight.numel() >= least:
+        return None
+    out, width = weight.shape
+    return f"{out}x{width} is too small to gain on {arch(weight.device)}; convert_small=True takes it"
+
+
+def _probe(module: nn.Module) -> list[Probe]:
+    """A corner of the weight: nn.Linear's forward asks for no extents, and a head has 500 million weights."""
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    out, width = (min(extent, 64) for extent in weight.shape)
+    x, corner, shift = draw((3, 5, width), (out, width), (out,), dtype=weight.dtype)
+    return [Probe({"weight": corner} if bias is None else {"weight": corner, "bias": shift}, x)]
 
 
 RULE = Rule(
     "linear",
-    casts=True,
-    match=lambda module: isinstance(module, nn.Linear),
-    convert=_convert,
-    kind=lambda module: (module.bias is None,),
-    trials=_trials,
-    protects=_protects,
+    match=lambda module: isinstance(module, nn.Linear) or _is_conv1d(module),
+    convert=lambda module, recipe: [Twin(twin_class(type(module)), {"recipe": recipe})],  # type: ignore[arg-type]
+    probe=_probe,
     refuses=_refuses,
-    backend=lambda module, recipe: turbo_ops.linear_backends(cast(Tensor, module.weight), recipe),
+    small=_small,
+    backend=lambda module, twin: turbo_ops.linear_backends(
+        cast(Tensor, module.weight), twin.attributes["recipe"]
+    ),
+    casts=True,
 )

@@ -1,174 +1,188 @@
-"""Swap accelerated layers into a model in place, say for each module why or why not, and put it back."""
+"""Swap the classes of a model's modules for accelerated ones, say what was done and why, and swap back."""
 
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from turbo_nn import linear, rms_norm
-from turbo_nn.recipes import Policy, resolve
+from turbo_nn.recipes import Policy, RecipeLike, as_policy
 from turbo_nn.report import LeftError, Report, Verdict
-from turbo_nn.rule import Rule, Site, Twin, disagreement
+from turbo_nn.rule import Prover, Rule, Twin, kind
+from turbo_nn.structure import Names, are_experts, checked_select, kept, names_of
 from turbo_ops import Recipe
 
 RULES: list[Rule] = [linear.RULE, rms_norm.RULE]
-ORIGINAL = (
-    "_turbo_original"  # in a patched module's __dict__: its class, the attributes it had, those it did not
-)
+ORIGINAL = "_turbo_original"
+Globs = str | list[str] | tuple[str, ...] | None
+
+
+class Original(NamedTuple):
+    """What `unpatch` needs. It lives on the module, so copies and pickles of a patched model have it, too."""
+
+    cls: type[nn.Module]
+    twin: type[nn.Module]
+    overwritten: dict[str, Any]
+    added: tuple[str, ...]
 
 
 def patch(
     model: nn.Module,
-    recipe: object,
+    recipe: RecipeLike,
     *,
-    only: str | Iterable[str] | None = None,
-    skip: str | Iterable[str] | None = None,
+    only: Globs = None,
+    skip: Globs = None,
     convert_small: bool = False,
     strict: bool = False,
     verify: bool = True,
 ) -> Report:
-    """Patch `model` in place: its modules change class and keep everything else; `unpatch` undoes it.
+    """Give `model`'s linear layers the recipe and its norms one kernel, in place; say which, and why not.
 
-    recipe: a name of `turbo_nn.RECIPES`, a `Recipe`, a `Policy`, a mapping of patterns to either, or YAML.
-    only, skip: globs over fully qualified names. convert_small: also layers too small to gain on a GPU.
-    strict: raise LeftError, with the list and with nothing changed, where a layer that the recipe asks for
-    would be left. verify: prove each kind of module on a probe. A patched model may be patched again with
-    another recipe. Raises ValueError for an unknown recipe and for a pattern that matches nothing.
+    Only classes change: modules, parameters, state_dict, hooks and attributes stay the same objects. Patching
+    again starts from the original model, so the last call alone decides. `print(report)` shows a table.
+
+    recipe: a name of `RECIPES`, a `Recipe`, or a policy (a `Policy`, its mapping, or its YAML file).
+    only, skip: patterns as in a policy; layers to look at, layers to leave.
+    convert_small: on a GPU, also take layers too small to gain. On a CPU size leaves nothing out.
+    strict: raise LeftError where a layer that the recipe asks for would be left, and change nothing. Layers
+        excluded by only, skip or a policy are not asked for, nor are embeddings, tied heads, routers and LoRA
+        factors, unless a policy names the layer itself, without a wildcard: that overrules the default.
+    verify: run each kind of module beside its twin on a small CPU probe, and leave it where they disagree.
+    ValueError for an unknown recipe and for a pattern that matches no layer.
     """
-    policy = resolve(recipe).for_model(model)
-    chosen = _chooser(model, only, skip)
-    proven: dict[tuple, Twin | str] = {}
-    verdicts, twins = [], []
-    for site in _sites(model):
-        verdict, twin = _judge(site, policy, chosen, convert_small, proven if verify else None)
-        if verdict is not None:
-            verdicts.append(verdict)
-            twins.append((site.module, twin))
-    report = Report(verdicts)
-    if strict and report.refused:
-        raise LeftError(report)
-    for module, twin in twins:
-        if twin is not None:
+    policy = as_policy(recipe)
+    before = [(module, _twin_of(module)) for module in model.modules() if ORIGINAL in vars(module)]
+    unpatch(model)
+    try:
+        plan = _Plan(model, policy, only, skip).run(Prover(verify), convert_small)
+        report = Report(tuple(verdict for verdict, _ in plan.values()))
+        if strict and report.refused:
+            raise LeftError(report)
+    except BaseException:
+        for module, twin in before:
             _swap(module, twin)
+        raise
+    for module, (_, planned) in plan.items():
+        if planned is not None:
+            _swap(module, planned)
     return report
 
 
 def unpatch(model: nn.Module) -> int:
-    """Give every patched module its class and attributes back; returns how many there were."""
-    patched = [module for module in model.modules() if ORIGINAL in module.__dict__]
-    for module in patched:
-        cls, had, had_not = module.__dict__.pop(ORIGINAL)
-        module.__class__ = cls
-        module.__dict__.update(had)
-        for name in had_not:
-            del module.__dict__[name]
+    """Give every module of `model` that `patch` changed its class and attributes back; returns how many.
+
+    RuntimeError, with nothing changed, where a forward or class was put over a patched one since.
+    """
+    patched = [(fqn, module) for fqn, module in model.named_modules() if ORIGINAL in vars(module)]
+    for fqn, module in patched:
+        if "forward" in vars(module):
+            raise RuntimeError(
+                f"unpatch: the forward of {fqn!r} was overridden after patch(); undo that first"
+                " (accelerate: remove_hook_from_module(model, recurse=True))"
+            )
+        if type(module) is not vars(module)[ORIGINAL].twin:
+            raise RuntimeError(
+                f"unpatch: {fqn!r} became a {type(module).__name__} after patch(); undo that first"
+            )
+    for _, module in patched:
+        original: Original = vars(module).pop(ORIGINAL)
+        for name in original.added:
+            vars(module).pop(name, None)
+        vars(module).update(original.overwritten)
+        module.__class__ = original.cls
     return len(patched)
 
 
+def _twin_of(module: nn.Module) -> Twin:
+    original: Original = vars(module)[ORIGINAL]
+    names = (*original.overwritten, *original.added)
+    return Twin(original.twin, {name: vars(module)[name] for name in names})
+
+
 def _swap(module: nn.Module, twin: Twin) -> None:
-    if ORIGINAL not in module.__dict__:
-        had = {name: module.__dict__[name] for name in twin.attributes if name in module.__dict__}
-        had_not = [name for name in twin.attributes if name not in module.__dict__]
-        module.__dict__[ORIGINAL] = (type(module), had, had_not)
+    state = vars(module)
+    overwritten = {name: state[name] for name in twin.attributes if name in state}
+    added = tuple(name for name in twin.attributes if name not in state)
+    state.update(twin.attributes)
+    state[ORIGINAL] = Original(type(module), twin.cls, overwritten, added)
     module.__class__ = twin.cls
-    module.__dict__.update(twin.attributes)
 
 
-def _judge(
-    site: Site, policy: Policy, chosen: Callable[[str], str | None], convert_small: bool, proven: dict | None
-) -> tuple[Verdict | None, Twin | None]:
-    """The verdict on one module (None: it is no candidate), and the twin it is to become."""
-    module, rule = site.module, next((rule for rule in RULES if rule.match(site.module)), None)
-    if rule is None and not any(p.ndim >= 2 for p in module.parameters(recurse=False)):
-        return None, None
-    casts = rule is None or rule.casts
-    name, recipe = (policy.at(site.fqn) or (None, None)) if casts else (None, Recipe())
-    kind = (site.fqn, type(module).__name__, rule.name if rule else None)
-    unasked: str | None = chosen(site.fqn) or (rule.protects(site) if rule else _protected(module))
-    if not unasked and recipe is None:
-        unasked = "no rule of the policy matches"
-    if not unasked and casts and not (recipe and recipe.casts):
-        unasked = f"recipe {name}: nothing to cast"
-    if unasked or recipe is None:
-        return Verdict(*kind, None, None, unasked), None
-    if rule is None:
-        transposed = "its weight is [in, out]: only nn.Linear's [out, in] is known"
-        return Verdict(
-            *kind, name, None, transposed if kind[1] == "Conv1D" else "no rule knows this class"
-        ), None
-    refusal = rule.refuses(site, convert_small)
-    if "forward" in module.__dict__:
-        refusal = (
-            "its forward was replaced on the instance (accelerate's hooks, a patcher): patch before that"
-        )
-    twin = refusal or _twin(module, rule, recipe, proven)
-    if isinstance(twin, str):
-        return Verdict(*kind, name, None, twin), None
-    return Verdict(*kind, name, rule.backend(module, recipe), None), twin
+class _Plan:
+    """What would become of each module; nothing is changed yet."""
+
+    def __init__(self, model: nn.Module, policy: Policy, only: Globs, skip: Globs):
+        self.names: Names = {
+            module: names
+            for module, names in names_of(model).items()
+            if any(weight is not None for weight in module._parameters.values()) or _rule(module)
+        }
+        self.kept = kept(model)
+        self.policy = policy
+        self.chosen: dict[nn.Module, str] = {}
+        for pattern in policy.rules:
+            for module in checked_select(model, self.names, pattern, "policy: the rule"):
+                self.chosen.setdefault(module, pattern)
+        self.excluded: dict[nn.Module, str] = {}
+        if only is not None:
+            wanted = {m for glob in _globs(only) for m in checked_select(model, self.names, glob, "only:")}
+            self.excluded |= dict.fromkeys(self.names.keys() - wanted, f"not in only={only!r}")
+        for glob in _globs(skip):
+            found = checked_select(model, self.names, glob, "skip:")
+            self.excluded |= dict.fromkeys(found, f"excluded by skip={glob!r}")
+
+    def run(self, prover: Prover, convert_small: bool) -> dict[nn.Module, tuple[Verdict, Twin | None]]:
+        """For each module its verdict, and the twin that it is to become."""
+        plan: dict[nn.Module, tuple[Verdict, Twin | None]] = {}
+        backends: dict[tuple, str | None] = {}
+        for module, names in self.names.items():
+            rule = _rule(module)
+            who = (names[0], type(module).__name__, rule.name if rule else None)
+            pattern = self.chosen.get(module)
+            label, recipe = ("", Recipe()) if pattern is None else self.policy.recipe(pattern)
+            unasked = self._unasked(module, rule, label, recipe)
+            if rule is None or unasked is not None:
+                lost = rule is None and recipe.casts and module not in self.excluded and are_experts(names)
+                plan[module] = Verdict(*who, label if lost else None, reason=unasked), None
+                continue
+            asked = label if rule.casts else None
+            twin = _answer(rule, module, recipe, prover, convert_small)
+            if isinstance(twin, str):
+                plan[module] = Verdict(*who, asked, reason=twin), None
+                continue
+            key = (rule.name, recipe, *kind(module))
+            if key not in backends:
+                backends[key] = rule.backend(module, twin)
+            plan[module] = Verdict(*who, asked, backends[key]), twin
+        return plan
+
+    def _unasked(self, module: nn.Module, rule: Rule | None, label: str, recipe: Recipe) -> str | None:
+        """Why nobody asks for this module: no rule, the caller's own words, or a default that protects it."""
+        if rule is None:
+            return self.kept.get(module, f"there is no rule for {type(module).__name__}")
+        if module in self.excluded:
+            return self.excluded[module]
+        if not label:
+            return "no rule of the policy matches"
+        if not rule.casts:
+            return None
+        if not recipe.casts:
+            return f"recipe {label}: nothing to cast"
+        named = self.chosen[module] == "head" or not set("*?[") & set(self.chosen[module])
+        return None if named else self.kept.get(module)
 
 
-def _twin(module: nn.Module, rule: Rule, recipe: Recipe, proven: dict | None) -> Twin | str:
-    """The first twin that agrees with `module` on every trial, else the last one's reason."""
-    twins = rule.convert(module, recipe)
-    if proven is None:
-        return twins[0]
-    plain = tuple(
-        (k, v) for k, v in module.__dict__.items() if isinstance(v, int | float | str) and k != "training"
-    )
-    shapes = tuple((name, p.shape[-1] if p.ndim == 1 else p.ndim) for name, p in module.named_parameters())
-    key = (type(module), plain if not rule.casts else (), shapes if not rule.casts else module.bias is None)
-    if key not in proven:
-        trials = rule.trials(module)
-        for index, twin in enumerate(twins):
-            reason = next(filter(None, (disagreement(module, twin, trial) for trial in trials)), None)
-            if reason is None:
-                proven[key] = index
-                break
-        else:
-            proven[key] = reason
-    return twins[proven[key]] if isinstance(proven[key], int) else proven[key]
+def _answer(rule: Rule, module: nn.Module, recipe: Recipe, prover: Prover, convert_small: bool) -> Twin | str:
+    if "forward" in vars(module):
+        return "its forward is overridden on the instance (accelerate's hooks, another patcher)"
+    reason = rule.refuses(module, recipe)
+    if reason is None and not convert_small:
+        reason = rule.small(module)
+    return reason or prover.pick(rule, module, recipe)
 
 
-def _protected(module: nn.Module) -> str | None:
-    """Why nobody would want to cast a module that no rule is about."""
-    if isinstance(module, nn.Embedding):
-        return "embeddings stay in high precision"
-    return "a router stays in high precision" if type(module).__name__.endswith(("Router", "Gate")) else None
+def _rule(module: nn.Module) -> Rule | None:
+    return next((rule for rule in RULES if rule.match(module)), None)
 
 
-def _sites(model: nn.Module) -> Iterator[Site]:
-    """Every module once, under its first name."""
-    modules = dict(model.named_modules())
-    tables = frozenset(m.weight for m in modules.values() if isinstance(m, nn.Embedding))
-    for fqn, module in modules.items():
-        parent = modules.get(fqn.rpartition(".")[0]) if fqn else None
-        yield Site(fqn, module, parent, _is_adapter(fqn, modules), tables)
-
-
-def _is_adapter(fqn: str, modules: dict[str, nn.Module]) -> bool:
-    parts = fqn.split(".")
-    above = ((modules.get(".".join(parts[:n])), parts[n]) for n in range(len(parts)))
-    return any(hasattr(module, "base_layer") and child != "base_layer" for module, child in above)
-
-
-def _chooser(
-    model: nn.Module, only: str | Iterable[str] | None, skip: str | Iterable[str] | None
-) -> Callable[[str], str | None]:
-    """fqn -> why `only` and `skip` leave it out, or None."""
-    names = [name for name, _ in model.named_modules()]
-    globs = {"only": _globs(only), "skip": _globs(skip)}
-    for argument, patterns in globs.items():
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"{argument}={pattern!r} matches no module of {type(model).__name__}")
-
-    def reason(fqn: str) -> str | None:
-        if only is not None and not any(fnmatchcase(fqn, pattern) for pattern in globs["only"]):
-            return "not in `only`"
-        return "in `skip`" if any(fnmatchcase(fqn, pattern) for pattern in globs["skip"]) else None
-
-    return reason
-
-
-def _globs(patterns: str | Iterable[str] | None) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns or ())
+def _globs(given: Globs) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())

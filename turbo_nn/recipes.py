@@ -1,178 +1,161 @@
-"""Recipes by name, and policies that give each layer its own."""
+"""The named recipes as data, and policies: which layer gets which recipe.
 
-import fnmatch
+A recipe is three GEMMs (fprop, dgrad, wgrad) of two operands, each cast by a `Cast` or kept. Everywhere, it
+is given as a name of `RECIPES`, a `Recipe`, or a policy: a `Policy`, its mapping, or its YAML file.
+"""
+
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from torch import nn
 
 from turbo_ops import Cast, Gemm, Recipe
 
+_TENSOR, _WIDE_TENSOR = Cast("e4m3", (0, 0)), Cast("e5m2", (0, 0))
+_ROW = Cast("e4m3", (1, 0))
+_TILE, _SQUARE = Cast("e4m3", (1, 128)), Cast("e4m3", (128, 128))
+_MX = Cast("e4m3", (1, 32), "e8m0")
 
-def _hybrid(forward: Cast, backward: Cast) -> Recipe:
-    return Recipe(Gemm(forward, forward), Gemm(backward, forward), Gemm(backward, forward))
-
-
-_TENSOR, _TENSOR_E5M2, _ROW = Cast("e4m3", (0, 0)), Cast("e5m2", (0, 0)), Cast("e4m3", (1, 0))
-_ACTIVATION, _WEIGHT, _MX = Cast("e4m3", (1, 128)), Cast("e4m3", (128, 128)), Cast("e4m3", (1, 32), "e8m0")
+BF16 = Recipe()
+"""No casts: every GEMM in the precision of its operands."""
+FP8_TENSORWISE = Recipe(Gemm(_TENSOR, _TENSOR), Gemm(_WIDE_TENSOR, _TENSOR), Gemm(_WIDE_TENSOR, _TENSOR))
+"""One scale a tensor; E4M3 forward, E5M2 for grad_output ("hybrid", arXiv 2209.05433)."""
+FP8_ROWWISE = Recipe(Gemm(_ROW, _ROW), Gemm(_ROW, _ROW), Gemm(_ROW, _ROW))
+"""One scale a row of every operand, E4M3 throughout (torchao's `rowwise`)."""
+FP8_ROWWISE_HP_WGRAD = Recipe(Gemm(_ROW, _ROW), Gemm(_ROW, _ROW))
+"""`fp8_rowwise` with the weight gradient in high precision (torchao's `rowwise_with_gw_hp`)."""
+FP8_BLOCKWISE = Recipe(Gemm(_TILE, _SQUARE), Gemm(_TILE, _SQUARE), Gemm(_TILE, _TILE))
+"""1x128 for activations and gradients, 128x128 for weights (DeepSeek-V3, arXiv 2412.19437)."""
+MXFP8 = Recipe(Gemm(_MX, _MX), Gemm(_MX, _MX), Gemm(_MX, _MX))
+"""1x32 blocks with power-of-two scales, E4M3 throughout (OCP Microscaling v1.0, arXiv 2506.08027)."""
 
 RECIPES: dict[str, Recipe] = {
-    # no casts: the layers stay in the dtype they have
-    "bf16": Recipe(),
-    # one scale a tensor, found anew each step; E5M2 gradients (arXiv 2209.05433)
-    "fp8_tensorwise": _hybrid(_TENSOR, _TENSOR_E5M2),
-    # one scale a row of each operand; a GEMM's error follows its own rows, so E4M3 serves gradients too
-    "fp8_rowwise": _hybrid(_ROW, _ROW),
-    # the same, with the gradient of the weight, which sums over all tokens, in high precision
-    "fp8_rowwise_hp_wgrad": Recipe(Gemm(_ROW, _ROW), Gemm(_ROW, _ROW)),
-    # 1x128 scales of activations and gradients, 128x128 of weights (DeepSeek-V3, arXiv 2412.19437)
-    "fp8_blockwise": Recipe(
-        Gemm(_ACTIVATION, _WEIGHT), Gemm(_ACTIVATION, _WEIGHT), Gemm(_ACTIVATION, _ACTIVATION)
-    ),
-    # power-of-two scales of 32 elements (OCP Microscaling Formats v1.0)
-    "mxfp8": _hybrid(_MX, _MX),
+    "bf16": BF16,
+    "fp8_tensorwise": FP8_TENSORWISE,
+    "fp8_rowwise": FP8_ROWWISE,
+    "fp8_rowwise_hp_wgrad": FP8_ROWWISE_HP_WGRAD,
+    "fp8_blockwise": FP8_BLOCKWISE,
+    "mxfp8": MXFP8,
 }
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of a recipe, or "custom"."""
+    return next((name for name, known in RECIPES.items() if known == recipe), "custom")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Ordered rules (pattern, recipe's name, recipe): the first pattern that matches a layer decides.
+    """Ordered rules, pattern -> recipe: the first that matches a layer decides; without one it is left.
 
-    A pattern is a glob over the whole fully qualified name ("*.layers.0.*"; `*` crosses dots), or structural:
-    `blocks[0]`, `blocks[-1]` (a decoder block and all in it; `blocks[0].mlp.*` works too) and `head`.
+    A pattern is a glob on the whole fqn (`*.layers.0.*`, `lm_head`) or found by structure: `blocks[0]`,
+    `blocks[-1]` (a block and all in it), `blocks[0].mlp.*`, `head`. A recipe is a name of `RECIPES` or of
+    `recipes`, or a `Recipe`. ValueError for an unknown name.
     """
 
-    rules: tuple[tuple[str, str, Recipe], ...]
+    rules: Mapping[str, str | Recipe]
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
-    def for_model(self, model: nn.Module) -> "Policy":
-        """The same rules with structural patterns spelled out; ValueError for one that matches no module."""
-        names, blocks, head = (
-            [name for name, _ in model.named_modules()],
-            find_blocks(model),
-            find_head(model),
-        )
-        rules = []
-        for pattern, name, recipe in self.rules:
-            spelled = _spell(pattern, blocks, head)
-            if not any(_matches(spelled, fqn) for fqn in names):
-                raise ValueError(f"policy: pattern {pattern!r} matches no module of {type(model).__name__}")
-            rules.append((spelled, name, recipe))
-        return Policy(tuple(rules))
+    def __post_init__(self) -> None:
+        taken = sorted(RECIPES.keys() & self.recipes.keys())
+        if taken:
+            raise ValueError(f"policy: recipe {taken[0]!r} is a built-in one: choose another name")
+        for pattern in self.rules:
+            if not isinstance(pattern, str):
+                raise ValueError(f"policy: pattern {pattern!r} is not a string: quote it")
+            self.recipe(pattern)
 
-    def at(self, fqn: str) -> tuple[str, Recipe] | None:
-        """(name, recipe) of the first rule that matches a layer, or None."""
-        return next(((name, recipe) for pattern, name, recipe in self.rules if _matches(pattern, fqn)), None)
+    def recipe(self, pattern: str) -> tuple[str, Recipe]:
+        """Name and recipe of a rule."""
+        given = self.rules[pattern]
+        if isinstance(given, Recipe):
+            return name_of(given), given
+        known = RECIPES | dict(self.recipes)
+        if not isinstance(given, str) or given not in known:
+            raise ValueError(f"unknown recipe {given!r}: use one of {', '.join(known)}")
+        return given, known[given]
 
 
-def resolve(recipe: object) -> Policy:
-    """A recipe's name, a Recipe, a Policy, a mapping of patterns to either, or a YAML file's path -> Policy.
+RecipeLike = str | os.PathLike | Recipe | Policy | Mapping[str, str | Recipe]
 
-    Raises ValueError for an unknown name, with the known ones, and for what a YAML file has wrong.
-    """
+
+def as_policy(recipe: RecipeLike) -> Policy:
+    """Any form of a recipe as a policy. ValueError for anything else."""
     if isinstance(recipe, Policy):
         return recipe
-    if isinstance(recipe, Recipe):
-        name = next((known for known, value in RECIPES.items() if value == recipe), "custom")
-        return Policy((("*", name, recipe),))
     if isinstance(recipe, Mapping):
-        return _from_rules(recipe, RECIPES)
+        return Policy(recipe)
     if isinstance(recipe, os.PathLike) or (isinstance(recipe, str) and recipe.endswith((".yaml", ".yml"))):
         return load_policy(recipe)
-    return _from_rules({"*": recipe}, RECIPES)
+    if isinstance(recipe, str | Recipe):
+        return Policy({"*": recipe})
+    raise ValueError(f"a recipe is a Recipe, a policy or a name ({', '.join(RECIPES)}), not {recipe!r}")
+
+
+def layer_recipe(recipe: RecipeLike) -> Recipe:
+    """The recipe of one layer that is in no model: a policy answers by its rule "*"."""
+    policy = as_policy(recipe)
+    if "*" not in policy.rules:
+        raise ValueError("this policy has no rule '*', the only one that matches a layer without a name")
+    return policy.recipe("*")[1]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys in silence; this refuses."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            plain = isinstance(key, yaml.ScalarNode)
+            if not plain or key.value in seen:
+                problem = f"{key.value!r} is there twice" if plain else "a key must be a plain string"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def load_policy(path: str | os.PathLike) -> Policy:
-    """A policy from YAML: a mapping of patterns to recipes, or `recipes:` of your own beside `rules:`.
+    """A policy from YAML: a mapping of patterns to recipes, or `recipes` of one's own beside `rules`.
 
         recipes: {mine: {fprop: {lhs: {dtype: e4m3, block: [1, 0]}, rhs: {dtype: e4m3, block: [1, 0]}}}}
         rules: {"blocks[0]": bf16, "*": mine}
 
-    Raises ValueError, in one line that names the file, for anything else.
+    A GEMM that is not named stays in high precision. ValueError, one line that names the file, for bad YAML,
+    a repeated key, an unknown recipe or a bad cast; OSError where the file cannot be read.
     """
+    with open(path, encoding="utf-8") as file:
+        try:
+            data = yaml.load(file, _Loader)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise ValueError(f"{path}:{line}: {error.problem} (quote patterns that start with *)") from None
     try:
-        content = yaml.load(Path(path).read_text(), Loader=_UniqueKeys)
-        if not isinstance(content, dict) or not content:
+        if not isinstance(data, dict):
             raise ValueError("must map patterns to recipes")
-        own = content.get("recipes") if "rules" in content else None
-        if not isinstance(own or {}, dict) or not isinstance(content.get("rules", {}), dict):
-            raise ValueError("`recipes` and `rules` must be mappings")
-        known = RECIPES | {name: _recipe(table) for name, table in (own or {}).items()}
-        return _from_rules(content.get("rules", content), known)
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"policy {path}: {' '.join(str(error).split())}") from error
+        own: dict = {}
+        if isinstance(data.get("rules"), dict):
+            own = data.pop("recipes", None) or {}
+            rules = data.pop("rules")
+            if data or not isinstance(own, dict):
+                raise ValueError(f"holds `rules` and `recipes`, mappings both, and nothing else: {[*data]}")
+            data = rules
+        return Policy(data, {name: _recipe(name, gemms) for name, gemms in own.items()})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys; a policy's order matters, so that is an error here."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        if repeated := {str(key) for key in keys if keys.count(key) > 1}:
-            raise ValueError(f"repeated key {', '.join(sorted(repeated))}")
-        return super().construct_mapping(node, deep)
-
-
-def _recipe(table: Mapping[str, Any]) -> Recipe:
-    gemms = {}
-    for name, row in table.items():
-        sides = {side: Cast(**cells) for side, cells in row.items() if side != "fast_accum"}
-        gemms[name] = Gemm(**sides, fast_accum=row.get("fast_accum", True))
-    return Recipe(**gemms)
+def _recipe(name: str, gemms: Any) -> Recipe:
+    try:
+        unknown = gemms.keys() - {"fprop", "dgrad", "wgrad"}
+        if unknown:
+            raise ValueError(f"has fprop, dgrad and wgrad, not {sorted(map(str, unknown))}")
+        return Recipe(**{gemm: _gemm(**operands) for gemm, operands in gemms.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"recipe {name!r}: {error}") from None
 
 
-def _from_rules(rules: Mapping[str, object], known: Mapping[str, Recipe]) -> Policy:
-    found = []
-    for pattern, value in rules.items():
-        if isinstance(value, Recipe):
-            found.append((str(pattern), "custom", value))
-        elif value in known:
-            found.append((str(pattern), str(value), known[str(value)]))
-        else:
-            raise ValueError(f"unknown recipe {value!r} for {pattern!r}: use one of {', '.join(known)}")
-    return Policy(tuple(found))
-
-
-def _spell(pattern: str, blocks: list[str], head: str | None) -> str:
-    if pattern == "head" and head is not None:
-        return head
-    indexed = re.match(r"blocks\[(-?\d+)\]", pattern)
-    if not indexed:
-        return pattern
-    index = int(indexed[1])
-    if not -len(blocks) <= index < len(blocks):
-        raise ValueError(f"policy: {indexed[0]} of a model with {len(blocks)} blocks")
-    return blocks[index] + (
-        pattern[indexed.end() :] or "|"
-    )  # "|" cannot be in a name: the block and all in it
-
-
-def _matches(pattern: str, fqn: str) -> bool:
-    if pattern.endswith("|"):
-        return f"{fqn}.".startswith(f"{pattern[:-1]}.")
-    return fnmatch.fnmatchcase(fqn, pattern)
-
-
-def find_blocks(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks: the children of the longest ModuleList of one class."""
-    lists = [
-        [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
-    ]
-    return max(lists, key=len, default=[])
-
-
-def find_head(model: nn.Module) -> str | None:
-    """Name of the output layer: `get_output_embeddings()`, else the last Linear outside the blocks."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    inside = tuple(f"{block}." for block in find_blocks(model))
-    outside = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(inside)]
-    return (
-        next((n for n, m in model.named_modules() if m is head and m is not None), None)
-        or (outside or [None])[-1]
-    )
+def _gemm(lhs: dict, rhs: dict, fast_accum: bool = True) -> Gemm:
+    left, right = (Cast(**operand | {"block": tuple(operand.get("block", ()))}) for operand in (lhs, rhs))
+    return Gemm(left, right, fast_accum)

@@ -1,33 +1,31 @@
-"""What `patch` did to each module, and why not more."""
+"""What `patch` did to each layer, and why."""
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One candidate: patched by `rule` to run `recipe` on `backend`, or left for `reason`.
+    """One layer: patched by `rule` to run `recipe` on `backend`, or left for `reason`.
 
-    A module that is left although its recipe asks for it keeps that recipe's name; what nobody asks for
-    (bf16 by policy, an embedding, a router, a tied head, a LoRA factor) has recipe None.
+    A layer that is left although the recipe asks for it keeps that recipe's name. What nobody asks for (bf16,
+    only, skip, an embedding, a router, a tied head, a LoRA factor) has recipe None, and so have norms.
     """
 
     fqn: str
     module: str
-    rule: str | None
-    recipe: str | None
-    backend: str | None
-    reason: str | None
+    rule: str | None = None
+    recipe: str | None = None
+    backend: str | None = None
+    reason: str | None = None
 
 
+@dataclass(frozen=True)
 class Report:
-    """The verdicts in the model's order; printed, a table where equal layers of all blocks share a row."""
+    """A verdict for each module with parameters of its own. Printed, a table; equal blocks share a line."""
 
-    def __init__(self, verdicts: list[Verdict]):
-        self.verdicts = verdicts
+    verdicts: tuple[Verdict, ...]
 
     def __iter__(self) -> Iterator[Verdict]:
         return iter(self.verdicts)
@@ -37,59 +35,69 @@ class Report:
 
     @property
     def patched(self) -> list[Verdict]:
-        return [v for v in self if v.reason is None]
+        return [verdict for verdict in self.verdicts if verdict.reason is None]
 
     @property
     def left(self) -> list[Verdict]:
-        return [v for v in self if v.reason is not None]
+        return [verdict for verdict in self.verdicts if verdict.reason is not None]
 
     @property
     def refused(self) -> list[Verdict]:
         """Left although the recipe asked for them: what `strict=True` raises for."""
-        return [v for v in self.left if v.recipe is not None]
+        return [verdict for verdict in self.left if verdict.recipe is not None]
 
     def to_json(self) -> str:
-        """A JSON list of verdicts."""
-        return json.dumps([asdict(v) for v in self], indent=1)
+        """A list of objects with the fields of `Verdict`."""
+        return json.dumps([asdict(verdict) for verdict in self.verdicts], indent=1)
 
     def __str__(self) -> str:
-        rows = [("layer", "module", "recipe", "backend, or why it was left")]
-        for (fqn, module, recipe, last), group in _grouped(self.verdicts):
-            rows.append((_numbered(fqn, group), module, recipe or "-", last))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[3]}"
-            for row in rows
-        ]
-        return "\n".join([*lines, f"{len(self.patched)} patched, {len(self.left)} left"])
+        rows: list[tuple[str, ...]] = [("layer", "module", "recipe", "backend, or why it was left")]
+        rows += [(fqn, *cells) for fqn, cells in _lines(self.verdicts)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        table = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+        return "\n".join([*table, f"patched {len(self.patched)} of {len(self)}, left {len(self.left)}"])
 
 
 class LeftError(ValueError):
-    """`strict=True` and the recipe asks for layers that cannot be patched; `report` has all verdicts."""
+    """`patch(strict=True)`: layers that the recipe asks for cannot have it. `report` has all verdicts."""
 
     def __init__(self, report: Report):
         self.report = report
-        lines = [f"  {v.fqn} ({v.module}): {v.reason}" for v in report.refused]
-        super().__init__("\n".join([f"{len(lines)} layers that the recipe asks for would be left:", *lines]))
+        what = f"{len(report.refused)} layers that the recipe asks for would be left"
+        how = "skip them, or give them bf16 in a policy"
+        lines = [f"  {fqn}: {cells[-1]}" for fqn, cells in _lines(report.refused)]
+        super().__init__("\n".join([f"{what} ({how}):", *lines]))
 
 
-def _grouped(verdicts: list[Verdict]) -> list[tuple[tuple, list[int]]]:
-    """((fqn with its first index as *, module, recipe, last column), indices), in the model's order."""
-    groups: dict[tuple, list[int]] = {}
-    for v in verdicts:
-        index = re.search(r"(?<=\.)\d+(?=\.)", v.fqn)
-        fqn = v.fqn if index is None else f"{v.fqn[: index.start()]}*{v.fqn[index.end() :]}"
-        key = (fqn, v.module, v.recipe, (v.reason and f"left: {v.reason}") or v.backend or "")
-        groups.setdefault(key, []).append(-1 if index is None else int(index[0]))
-    return list(groups.items())
-
-
-def _numbered(fqn: str, indices: list[int]) -> str:
-    """ "layers.*.mlp" and [0, 1, 2, 5] -> "layers.[0-2,5].mlp"."""
-    if "*" not in fqn:
-        return fqn
-    runs = [
-        [i for _, i in run] for _, run in groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0])
+def _lines(verdicts: tuple[Verdict, ...] | list[Verdict]) -> list[tuple[str, tuple[str, ...]]]:
+    """(fqn, cells) of each verdict; those that differ in numbers of the fqn only share one: `up.[0-3]`."""
+    rows = [
+        (
+            tuple(v.fqn.split(".")),
+            (v.module, v.recipe or "-", (v.reason and f"left: {v.reason}") or v.backend or "-"),
+        )
+        for v in verdicts
     ]
-    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return fqn.replace("*", spans[0] if len(indices) == 1 else f"[{','.join(spans)}]", 1)
+    for place in range(max((len(parts) for parts, _ in rows), default=0)):
+        groups: dict[tuple, list[int]] = {}
+        for parts, cells in rows:
+            numbered = len(parts) > place and parts[place].isdigit()
+            key = (parts[:place], parts[place:] if not numbered else parts[place + 1 :], numbered, cells)
+            groups.setdefault(key, []).append(int(parts[place]) if numbered else 0)
+        rows = [
+            ((*before, _ranges(numbers), *after) if numbered else before + after, cells)
+            for (before, after, numbered, cells), numbers in groups.items()
+        ]
+    return [(".".join(parts) or "(the model)", cells) for parts, cells in rows]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "[0-2,5]"; a single number stays itself."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    text = ",".join("-".join(map(str, span)) for span in spans)
+    return text if len(numbers) == 1 else f"[{text}]"

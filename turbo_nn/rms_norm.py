@@ -1,29 +1,31 @@
-"""`torch.nn.RMSNorm`, and the variants that Hugging Face models define for themselves."""
+"""`torch.nn.RMSNorm`, also for the RMSNorm classes that models define for themselves, and its rule."""
 
-from itertools import product
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 import turbo_ops
-from turbo_nn.rule import Rule, Site, Trial, Twin, draw
+from turbo_nn.rule import Probe, Rule, Twin, draw, parameters_of_forward
 from turbo_ops import Recipe
+
+# (offset, round_first): which weight multiplies, and whether x_hat is rounded before it does.
+VARIANTS = {"torch, Olmo": (0.0, False), "Llama": (0.0, True), "Gemma": (1.0, False)}
 
 
 class RMSNorm(nn.RMSNorm):
-    """Normalise the last dimension of x [..., D] (arXiv 1910.07467).
+    """Drop-in `torch.nn.RMSNorm` over the last dimension, statistics in fp32.
 
-    offset is added to the weight (Gemma: 1). round_first rounds the normalised x to x's dtype before it
-    meets the weight (Llama). Everything else is `torch.nn.RMSNorm`; normalized_shape must be one dimension.
+    offset is added to the weight (Gemma: 1). round_first rounds the normalised input to its dtype before the
+    weight multiplies it (Llama). ValueError for a normalized_shape of more than one dimension.
     """
 
-    offset: float
-    round_first: bool
+    offset = 0.0
+    round_first = False
 
     def __init__(
         self,
-        normalized_shape: int | tuple[int],
+        normalized_shape: int | list[int] | torch.Size,
         eps: float | None = None,
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
@@ -34,71 +36,87 @@ class RMSNorm(nn.RMSNorm):
     ):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         if len(self.normalized_shape) != 1:
-            raise ValueError(f"normalized_shape={normalized_shape}: must be one dimension")
+            raise ValueError(f"RMSNorm({self.normalized_shape}): only the last dimension can be normalised")
         self.offset, self.round_first = offset, round_first
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The layer starts as the plain normalisation: weight + offset = 1."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return turbo_ops.rms_norm(x, self.weight, self.eps, offset=self.offset, round_first=self.round_first)
 
     def extra_repr(self) -> str:
-        variant = f", offset={self.offset}" if self.offset else ""
-        return f"{super().extra_repr()}{variant}" + (", round_first=True" if self.round_first else "")
-
-
-def _matches(module: nn.Module) -> bool:
-    """By structure: a name and one vector of weights. The trials tell the variants, and impostors, apart."""
-    return isinstance(module, nn.RMSNorm) or (
-        type(module).__name__.endswith("RMSNorm") and any(True for _ in module.parameters())
-    )
+        return f"{super().extra_repr()}, offset={self.offset}, round_first={self.round_first}"
 
 
 def _eps(module: nn.Module) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
+def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
     if isinstance(module, RMSNorm):
-        return [Twin(RMSNorm, {})]
-    shared = {
+        return "is a turbo_nn.RMSNorm already"
+    plain = type(module).forward is nn.RMSNorm.forward
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] and not (plain and not names):
+        return f"its parameters are {', '.join(names) or 'none'}, not one weight"
+    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return "it holds buffers or modules of its own"
+    weight = module._parameters["weight"]
+    if (weight is not None and weight.ndim != 1) or (plain and len(module.normalized_shape) != 1):  # type: ignore[arg-type]
+        return "it normalises more than the last dimension"
+    if not plain and not isinstance(_eps(module), float):
+        return "it has no eps"
+    inputs = parameters_of_forward(module)
+    return None if len(inputs) == 1 else f"its forward takes {', '.join(inputs)}"
+
+
+def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
+    if type(module).forward is nn.RMSNorm.forward:
+        return [Twin(RMSNorm, {"offset": 0.0, "round_first": False})]
+    attributes = {
+        "normalized_shape": tuple(module.weight.shape),  # type: ignore[arg-type]
         "eps": _eps(module),
-        "normalized_shape": tuple(cast(Tensor, module.weight).shape),
         "elementwise_affine": True,
     }
     return [
-        Twin(RMSNorm, {**shared, "offset": offset, "round_first": round_first})
-        for offset, round_first in product((0.0, 1.0), (True, False))
+        Twin(RMSNorm, attributes | {"offset": offset, "round_first": round_first})
+        for offset, round_first in VARIANTS.values()
     ]
 
 
-def _trials(module: nn.Module) -> list[Trial]:
-    """fp32 for the formula, bf16 for the order of its roundings, and a mix for the dtype that comes out."""
-    width = cast(Tensor, module.weight).shape[0]
-    weight, x = draw(width), draw(2, 7, width)
-    bf16 = torch.bfloat16
+def _probe(module: nn.Module) -> list[Probe]:
+    """fp32, bf16, and a bf16 input with an fp32 weight: there the variants differ in dtype, too.
+
+    Rounding in another order changes 1 result in 4, summing in another order fewer than 1 in 1000. A quarter
+    of the rows are 1000 times smaller, so that eps counts.
+    """
+    weight = module._parameters["weight"]
+    width = cast(nn.RMSNorm, module).normalized_shape[0] if weight is None else weight.shape[0]
+    x, gain = draw((4, max(1, 4096 // max(width, 1)), width), (width,))
+    x[0] *= 1e-3
+    fp32, bf16 = torch.float32, torch.bfloat16
     return [
-        Trial({"weight": weight}, x),
-        Trial({"weight": weight.to(bf16)}, x.to(bf16)),
-        Trial({"weight": weight}, x.to(bf16)),
+        Probe({} if weight is None else {"weight": gain.to(of_weight)}, x.to(of_x), differing=0.01)
+        for of_x, of_weight in ((fp32, fp32), (bf16, bf16), (bf16, fp32))
     ]
 
 
-def _refuses(site: Site, convert_small: bool) -> str | None:
-    parameters = dict(site.module.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1:
-        return f"has parameters {', '.join(parameters)}: one weight [D] is known"
-    if _eps(site.module) is None and not isinstance(site.module, nn.RMSNorm):
-        return "has neither `eps` nor `variance_epsilon`"
-    return None
+def _backend(module: nn.Module, twin: Twin) -> str | None:
+    weight = module._parameters["weight"]
+    if weight is None:
+        weight = nn.Parameter(torch.empty(cast(nn.RMSNorm, module).normalized_shape, device="meta"))
+    return turbo_ops.rms_norm_backend(weight)
 
 
 RULE = Rule(
     "rms_norm",
-    casts=False,
-    match=_matches,
+    match=lambda module: isinstance(module, nn.RMSNorm) or "RMSNorm" in type(module).__name__,
     convert=_convert,
-    kind=lambda module: (_eps(module), cast(Tensor, module.weight).shape),
-    trials=_trials,
-    protects=lambda site: None,
+    probe=_probe,
     refuses=_refuses,
-    backend=lambda module, recipe: turbo_ops.rms_norm_backend(cast(Tensor, module.weight)),
+    backend=_backend,
 )

@@ -1,8 +1,9 @@
-"""What a patch rule is made of, and the trial that proves it."""
+"""A rule says which modules become what; a probe proves it: the original and its twin must agree."""
 
-from collections import OrderedDict
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,103 +11,144 @@ from torch import Tensor, nn
 import turbo_ops
 from turbo_ops import Recipe
 
-CLOSE = 1e-5  # of the largest output: fp32 sums in another order
-SAME = 0.98  # share of equal bf16 outputs: another order of roundings leaves a third of them different
+BARE = frozenset(vars(nn.Module()))  # what every module holds: parameters, hooks, training, ...
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+# A probe is on the CPU: it must not meet a backend that the user pinned for the GPU.
+ON_CPU = {"gemm": "reference", "rms_norm_fwd": "reference"}
 
 
-@dataclass(frozen=True)
-class Site:
-    """A module in its model."""
-
-    fqn: str
-    module: nn.Module
-    parent: nn.Module | None
-    is_adapter: bool  # inside a PEFT layer, beside its base layer
-    embeddings: frozenset[Tensor]  # weights of the model's embeddings
-
-    @property
-    def name(self) -> str:
-        return self.fqn.rpartition(".")[2]
-
-
-@dataclass(frozen=True)
-class Twin:
-    """The class that a module takes, and the attributes that come with it."""
+class Twin(NamedTuple):
+    """What a module becomes: a class, and the attributes that this class reads from the instance."""
 
     cls: type[nn.Module]
-    attributes: dict[str, object]
+    attributes: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Trial:
-    """CPU parameters and one input, on which a module and its twin must agree."""
+class Probe(NamedTuple):
+    """Random CPU weights by parameter name, the input, and how alike two 16-bit results must be."""
 
-    parameters: dict[str, Tensor | None]
-    x: Tensor
+    weights: dict[str, Tensor]
+    input: Tensor
+    differing: float = 1.0  # largest share of 16-bit results whose last bits may differ
+
+
+def _accepts(module: nn.Module, *args: Any) -> str | None:
+    return None
+
+
+def _no_backend(module: nn.Module, twin: Twin) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of module that can be patched.
+    """How `patch` treats a kind of module. Append one to `turbo_nn.RULES` to extend it.
 
-    casts: whether the recipe applies to it. match(module): whether this rule is about it.
-    convert(module, recipe): its possible twins, best first. trials(module): what a twin must agree on;
-    modules of one class and kind(module) are tried once. protects(site): why nobody would want it cast.
-    refuses(site, convert_small): why it cannot be patched. backend(module, recipe): what it runs on.
+    match(module): whether the rule is about this module; the first rule that matches has it.
+    convert(module, recipe): the twins that may replace it; the first that the probes confirm does.
+    probe(module): the probes, no larger than the structure asks for.
+    refuses(module, recipe): why the module is left, as a sentence, or None.
+    small(module): the same for a module too small to gain; `convert_small=True` does not ask.
+    backend(module, twin): which backends will run it, for the report.
+    casts: whether the recipe's casts are for such modules. If not, any recipe patches them.
     """
 
     name: str
-    casts: bool
     match: Callable[[nn.Module], bool]
     convert: Callable[[nn.Module, Recipe], list[Twin]]
-    kind: Callable[[nn.Module], tuple]
-    trials: Callable[[nn.Module], list[Trial]]
-    protects: Callable[[Site], str | None]
-    refuses: Callable[[Site, bool], str | None]
-    backend: Callable[[nn.Module, Recipe], str]
+    probe: Callable[[nn.Module], list[Probe]]
+    refuses: Callable[[nn.Module, Recipe], str | None] = _accepts
+    small: Callable[[nn.Module], str | None] = _accepts
+    backend: Callable[[nn.Module, Twin], str | None] = _no_backend
+    casts: bool = False
 
 
-def draw(*shape: int) -> Tensor:
-    """Seeded normal values on the CPU; the global generator is not touched."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+class Prover:
+    """Picks the twin that agrees with the original. A kind of module is probed once, not once a block."""
+
+    def __init__(self, verify: bool):
+        self.verify = verify
+        self.answers: dict[tuple, int | str] = {}
+
+    def pick(self, rule: Rule, module: nn.Module, recipe: Recipe) -> Twin | str:
+        """The twin, or why there is none. verify=False trusts a rule that offers only one."""
+        twins = rule.convert(module, recipe)
+        if len(twins) == 1 and not self.verify:
+            return twins[0]
+        key = (rule.name, *kind(module))
+        if key not in self.answers:
+            self.answers[key] = _prove(rule, module)
+        answer = self.answers[key]
+        return answer if isinstance(answer, str) else twins[answer]
 
 
-def disagreement(module: nn.Module, twin: Twin, trial: Trial) -> str | None:
-    """Why `twin` is not `module` by another name, on one trial; None where they agree.
-
-    It proves the mapping, not the precision: no casts, and the reference backends whatever is pinned.
-    """
-    if type(module) is twin.cls:
-        return None
-    uncast = {
-        name: Recipe() if isinstance(value, Recipe) else value for name, value in twin.attributes.items()
-    }
-    with torch.no_grad(), turbo_ops.force(gemm="reference", rms_norm="reference"):
-        try:
-            expected = _run(module, type(module), {}, trial)
-        except Exception as error:  # the model's own code, which may fail in any way
-            return f"fails on a CPU probe: {type(error).__name__}: {error}"
-        actual = _run(module, twin.cls, uncast, trial)
-    if not isinstance(expected, Tensor) or expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return "returns another shape or dtype on a probe"
-    if expected.dtype == torch.float32:
-        apart = ((expected - actual).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
-        return None if apart < CLOSE else f"differs by {apart:.1e} on a probe"
-    same = (expected == actual).float().mean().item()
+def kind(module: nn.Module) -> tuple:
+    """Modules of one kind compute the same function of their parameters."""
+    parameters = [
+        (n, None if p is None else (p.shape, p.dtype, p.device)) for n, p in module._parameters.items()
+    ]
+    config = {name: value for name, value in vars(module).items() if name not in BARE}
+    plain = (bool, int, float, str, type(None), torch.dtype)
     return (
-        None
-        if same > SAME
-        else f"rounds in another order: {1 - same:.0%} of its bf16 outputs differ on a probe"
+        type(module),
+        *parameters,
+        *((name, value if isinstance(value, plain) else id(value)) for name, value in config.items()),
     )
 
 
-def _run(module: nn.Module, cls: type[nn.Module], attributes: dict, trial: Trial) -> Tensor:
-    """forward of a copy of `module` that has other parameters, no hooks, and is a `cls`."""
-    clone = cls.__new__(cls)
-    clone.__dict__ = {
-        **module.__dict__,
-        **attributes,
-        "_parameters": OrderedDict(trial.parameters),
-        "training": False,
-    }
-    return cls.forward(clone, trial.x)
+@torch.no_grad()
+def _prove(rule: Rule, module: nn.Module) -> int | str:
+    """The index of the first twin that agrees on every probe; the reason where none does."""
+    reasons = []
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), turbo_ops.force(**ON_CPU):
+        probes = rule.probe(module)
+        uncast = {name: Recipe() for name, value in vars(module).items() if isinstance(value, Recipe)}
+        original = Twin(type(module), uncast)
+        try:
+            expected = [_run(module, original, probe) for probe in probes]
+        except FAILURES as error:
+            return f"its forward fails on a probe: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        for index, twin in enumerate(rule.convert(module, Recipe())):
+            answers = zip(probes, expected, strict=True)
+            problems = (_disagreement(_run(module, twin, probe), y, probe) for probe, y in answers)
+            problem = next(filter(None, problems), None)
+            if problem is None:
+                return index
+            reasons.append(problem)
+    return f"disagrees with {type(module).__name__} on a probe: {'; or '.join(reasons)}"
+
+
+def _run(module: nn.Module, twin: Twin, probe: Probe) -> Tensor:
+    """The forward of a stand-in: it has `module`'s attributes, the probe's weights, and no hooks."""
+    stand_in = twin.cls.__new__(twin.cls)
+    nn.Module.__init__(stand_in)
+    own = {name: value for name, value in vars(module).items() if name not in BARE}
+    stand_in.__dict__.update(own | twin.attributes)
+    stand_in.__dict__.update(_parameters=module._parameters | probe.weights, training=module.training)
+    return stand_in.forward(probe.input.clone())
+
+
+def _disagreement(actual: Tensor, expected: Tensor, probe: Probe) -> str | None:
+    if not isinstance(expected, Tensor):
+        return f"it returns a {type(expected).__name__}"
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"{tuple(actual.shape)} {actual.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+    exact = expected.dtype in (torch.float32, torch.float64)
+    within = 1e-5 if exact else 1e-2
+    if not torch.allclose(actual, expected, rtol=within, atol=within):
+        return f"off by {(actual.float() - expected.float()).abs().max().item():.1e}"
+    differing = (actual != expected).float().mean().item()
+    if not exact and differing > probe.differing:
+        return f"{differing:.0%} of its {expected.dtype} results round differently"
+    return None
+
+
+def parameters_of_forward(module: nn.Module) -> list[str]:
+    """The names of what `module.forward` takes, but for self."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Normal CPU tensors from a generator of their own: the global random state does not move."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]

@@ -43,7 +43,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, weight_t = Scaled(*ctx.saved_tensors[:2]), Scaled(*ctx.saved_tensors[2:])
+        saved = ctx.saved_tensors  # once: non-reentrant checkpointing unpacks each tensor a single time
+        x_t, weight_t = Scaled(*saved[:2]), Scaled(*saved[2:])
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dgrad, wgrad = ctx.recipe.dgrad, ctx.recipe.wgrad
@@ -91,7 +92,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: bias {tuple(bias.shape)} must be [out] of weight {tuple(weight.shape)}")
     dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     elif not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
         dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"

@@ -68,7 +68,7 @@ def rms_norm(
 ) -> Tensor:
     """Normalise the last dimension of x [..., D] and scale it by weight [D] (None: by 1).
 
-    eps defaults to the machine epsilon of x's dtype, as in `torch.nn.functional.rms_norm`. offset and
+    eps defaults to fp32's machine epsilon, for bf16 and fp16 as well, as in torch. offset and
     round_first: see `rms_norm_fwd`. Differentiable in x and weight. ValueError where weight is not [D].
     """
     width = x.shape[-1]
@@ -78,7 +78,7 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} needs ({width},)"
         )
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
     rows = x.reshape(x.shape[:-1].numel(), width).contiguous()
     return RMSNormFunction.apply(rows, weight, eps, offset, round_first).view(x.shape)
 

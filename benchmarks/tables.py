@@ -1,0 +1,205 @@
+"""The rows of a run as tables: aligned text for a terminal, Markdown for docs/performance.md."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+# What the first release promises; host cost is a step of 32x256x256, times nn.Linear's in the same run.
+MOST_HOST_COST = 6.0
+MOST_DISPATCH_US = 10.0
+SNR_CAP = 200.0  # dB; equal bits have infinite SNR, which JSON cannot hold
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def tables(result: dict) -> list[Table]:
+    """Every table that the rows of a result fill, in the order to read them."""
+    rows = result["rows"]
+    makers = [model, linear, rms_norm, host, missing, *op_tables(rows)]
+    if result["machine"]["arch"] != "cpu":  # the targets are about kernels, a CPU runs references
+        makers.insert(0, targets)
+    made = [make(rows) for make in makers]
+    return [table for table in made if table.rows]
+
+
+def targets(rows: list[dict]) -> Table:
+    found = []
+    for row in ok(rows, "host"):
+        if row["variant"].startswith("fp8"):
+            cost, most = row.get("cost"), MOST_HOST_COST
+            verdict = "not measured" if cost is None else "met" if cost <= most else "MISSED"
+            found.append((f"host cost of {row['variant']}", f"<= {most:g}x", number(cost, "x"), verdict))
+    for row in ok(rows, "dispatch"):
+        verdict = "met" if row["us"] < MOST_DISPATCH_US else "MISSED"
+        found.append(("dispatch of an op", f"< {MOST_DISPATCH_US:g} us", f"{row['us']:.2f} us", verdict))
+    return Table("Targets", ("what", "target", "measured", ""), found)
+
+
+def linear(rows: list[dict]) -> Table:
+    header = ("layer", "by", "ms", "TFLOP/s", "of FP8", "speed", "SNR y dx dw", "GiB", "backends")
+    found = [
+        (
+            *(row["case"], row["variant"], number(row["ms"]), number(row["tflops"]), percent(row["share"])),
+            *(
+                number(row.get("speedup"), "x"),
+                snrs(row),
+                number(row.get("peak_gib")),
+                row.get("backend") or "",
+            ),
+        )
+        for row in ok(rows, "linear")
+    ]
+    return Table("Linear: forward + backward", header, once(found))
+
+
+def rms_norm(rows: list[dict]) -> Table:
+    header = ("case", "by", "ms", "GB/s", "of copy", "speed", "SNR y dx dw", "backend")
+    found = [
+        (
+            *(row["case"], row["variant"], number(row["ms"]), number(row["gbps"]), percent(row["share"])),
+            *(number(row.get("speedup"), "x"), snrs(row), row.get("backend") or ""),
+        )
+        for row in ok(rows, "rms_norm")
+    ]
+    return Table("RMSNorm", header, once(found))
+
+
+def host(rows: list[dict]) -> Table:
+    found = [
+        (row["case"], row["variant"], number(row["us"]), number(row.get("cost"), "x"))
+        for row in (*ok(rows, "host"), *ok(rows, "dispatch"))
+    ]
+    return Table("Host cost: wall time of an eager call", ("call", "by", "us", "cost"), once(found))
+
+
+def model(rows: list[dict]) -> Table:
+    header = (
+        "model",
+        "by",
+        "step ms",
+        "speed",
+        "tokens/s",
+        "peak GiB",
+        "patched/left",
+        "loss gap",
+        "SNR of logits",
+    )
+    found = [
+        (
+            *(row["case"], row["variant"], number(row["ms"]), number(row.get("speedup"), "x")),
+            *(number(row["tokens_per_s"]), number(row.get("peak_gib"))),
+            f"{row['patched']}/{row['left']}" if "patched" in row else "",
+            *(percent(abs(row["loss_gap"]), 2), decibel(row["snr_y_db"])),
+        )
+        for row in ok(rows, "model")
+    ]
+    return Table("Model: forward + backward", header, once(found))
+
+
+def op_tables(rows: list[dict]) -> list[Callable[[list[dict]], Table]]:
+    names = dict.fromkeys(row["name"] for row in rows if row["level"] == "op")
+    return [lambda rows, name=name: _op(rows, name) for name in names]
+
+
+def _op(rows: list[dict], name: str) -> Table:
+    """A case a line, its backends side by side: ms, rate (share of the ceiling), times torch."""
+    mine = [row for row in rows if row["level"] == "op" and row["name"] == name]
+    backends = list(dict.fromkeys(row["variant"] for row in mine))
+    cells: dict[str, dict[str, str]] = {}
+    for row in mine:
+        cells.setdefault(row["case"], {})[row["variant"]] = _cell(row)
+    baseline = next((row["baseline"] for row in mine if row.get("baseline")), "torch")
+    unit = "TFLOP/s" if any(row.get("tflops") for row in mine) else "GB/s"
+    found = [(case, *(by.get(backend, "") for backend in backends)) for case, by in cells.items()]
+    title = f"{name}: ms, {unit} (of ceiling), times {baseline}"
+    return Table(title, ("case", *backends), found)
+
+
+def _cell(row: dict) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    share = f" ({percent(row['share'])})" if row.get("share") else ""
+    rate = number(row.get("tflops") or row.get("gbps"))
+    return f"{number(row['ms'])}, {rate}{share}, {number(row.get('speedup'), 'x')}"
+
+
+def missing(rows: list[dict]) -> Table:
+    """Each reason once: what refused, was wrong or failed, and in how many cases."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            reason = row["reason"].partition(" refuses: ")[2] or row["reason"]
+            key = f"{row['name']} {row['variant']}".strip(), row["status"], reason
+            groups.setdefault(key, []).append(row["case"])
+    found = [
+        (what, status, cases[0] + (f" and {len(cases) - 1} more" if len(cases) > 1 else ""), reason)
+        for (what, status, reason), cases in groups.items()
+    ]
+    return Table("Without a number", ("what", "", "case", "reason"), found)
+
+
+def machine_line(machine: dict) -> str:
+    parts = [f"{machine['gpu']} ({machine['arch']})", f"torch {machine['torch']}"]
+    parts += [f"{name} {machine[name]}" for name in ("triton", "cuda", "hip", "driver") if machine.get(name)]
+    return ", ".join([*parts, f"commit {machine['commit']}", machine["date"]])
+
+
+def ceilings_line(ceilings: dict) -> str:
+    units = {"copy": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
+    return ", ".join(f"{name} {number(ceilings.get(name))} {unit}" for name, unit in units.items())
+
+
+def text(result: dict) -> str:
+    """Machine, ceilings and tables in columns; what matters most comes last, where a terminal ends."""
+    blocks = [aligned(table) for table in reversed(tables(result))]
+    lines = [machine_line(result["machine"]), f"ceilings: {ceilings_line(result['ceilings'])}"]
+    return "\n\n".join([*blocks, "\n".join(lines)])
+
+
+def aligned(table: Table) -> str:
+    lines = [table.header, *table.rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
+    columns = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([f"== {table.title}", *columns])
+
+
+def markdown(table: Table) -> str:
+    lines = [table.header, ("---",) * len(table.header), *table.rows]
+    escaped = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join([f"### {table.title}", "", *escaped])
+
+
+def ok(rows: Iterable[dict], level: str) -> list[dict]:
+    return [row for row in rows if row["level"] == level and row["status"] == "ok"]
+
+
+def once(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The first cell is left empty where it repeats the line above."""
+    firsts = [None, *(row[0] for row in rows)]
+    return [("" if row[0] == above else row[0], *row[1:]) for row, above in zip(rows, firsts, strict=False)]
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Three figures that mean something; nothing for None."""
+    if value is None:
+        return ""
+    if abs(value) < 0.1:
+        return f"{value:.3g}{unit}"
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:.{decimals}f}{unit}"
+
+
+def percent(share: float | None, decimals: int = 0) -> str:
+    return "" if share is None else f"{share * 100:.{decimals}f}%"
+
+
+def snrs(row: dict) -> str:
+    return " ".join(decibel(row.get(f"snr_{name}_db")) for name in ("y", "dx", "dw"))
+
+
+def decibel(snr: float | None) -> str:
+    return "" if snr is None else "same" if snr >= SNR_CAP else f"{snr:.0f}"

@@ -1,0 +1,120 @@
+"""Model level: a Llama of transformers with random weights, eager, as it is and patched by recipe."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numerics import snr_db
+from torch import Tensor, nn
+
+import turbo_nn
+from benchmarks.session import Session, Variant, WrongError
+from benchmarks.tables import SNR_CAP
+
+RECIPES = ("fp8_tensorwise", "fp8_blockwise")
+LOSS_GAP = 0.02  # of the unpatched loss: the bound that fine-tuning is held to as well
+# Llama-3-8B with 4 of its 32 layers
+SHAPES = {
+    "bench": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 4,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "test": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 256,
+    },
+}
+TOKENS = {"bench": (2, 4096), "test": (2, 16)}
+LOGIT_TOKENS = 128  # of the first sequence: enough for an SNR, and all of them are 2 GB
+
+
+def measure_model(session: Session) -> None:
+    """Step and peak memory of Hugging Face's model, then of the same object patched."""
+    batch, length = TOKENS[session.size]
+    shape = SHAPES[session.size]
+    case = f"Llama {shape['hidden_size']}, {shape['num_hidden_layers']} layers, {batch}x{length}"
+    made = Made(session)
+    variants = [
+        Variant("HF eager", lambda: made.model, 0.0),
+        *(Variant(name, functools.partial(made.patched, name), 0.0) for name in RECIPES),
+    ]
+    session.compare("model", case, variants, functools.partial(_measure_model, session, made))
+
+
+class Made:
+    """The model, its tokens and what it computes unpatched: made on first use, so that a failure is a row."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self.report: Any = None
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        torch.manual_seed(0)
+        config = LlamaConfig(**SHAPES[self._session.size], tie_word_embeddings=False)
+        with self._session.device:
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        vocabulary = SHAPES[self._session.size]["vocab_size"]
+        return torch.randint(vocabulary, TOKENS[self._session.size], device=self._session.device)
+
+    @functools.cached_property
+    def unpatched(self) -> tuple[float, Tensor]:
+        return self.compute(self.model)
+
+    def compute(self, model: nn.Module) -> tuple[float, Tensor]:
+        """Loss, and logits of the first tokens."""
+        with torch.no_grad():
+            output = model(input_ids=self.ids, labels=self.ids)
+            return output.loss.item(), output.logits[0, :LOGIT_TOKENS].clone()
+
+    def patched(self, recipe: str) -> nn.Module:
+        self.report = turbo_nn.patch(self.model, recipe)
+        return self.model
+
+
+def _measure_model(session: Session, made: Made, variant: Variant) -> dict:
+    loss, logits = made.unpatched
+    model = variant.build()
+    try:
+        ours, our_logits = made.compute(model)
+        if not abs(ours / loss - 1) <= LOSS_GAP:
+            raise WrongError(f"loss {ours:.4f}, unpatched {loss:.4f}")
+        found = {
+            "loss": ours,
+            "loss_gap": ours / loss - 1,
+            "snr_y_db": min(snr_db(our_logits, logits), SNR_CAP),
+        }
+        if made.report:
+            found |= {"patched": len(made.report.patched), "left": len(made.report.left)}
+        leaves = list(model.parameters())
+        step = _step(model, made.ids)
+        ms = session.ms(step, drop=leaves)
+
+        def dropped() -> None:
+            model.zero_grad(set_to_none=True)
+            step()
+
+        peak = session.peak_gib(dropped)
+    finally:
+        model.zero_grad(set_to_none=True)
+        turbo_nn.unpatch(model)
+    return {"ms": ms, **found, "tokens_per_s": made.ids.numel() / ms * 1e3, "peak_gib": peak}
+
+
+def _step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
+    return lambda: model(input_ids=ids, labels=ids).loss.backward()
