@@ -121,9 +121,8 @@ def _cuda() -> Toolchain | str:
         f"{nvcc} -x cu -O3 -std=c++17 --expt-relaxed-constexpr -Xptxas -v "
         "-Xcompiler -fPIC,-fvisibility=hidden $flags -c $in -o $out"
     )
-    link = (
-        f"{nvcc} -shared -o $out $in -Xcompiler {SONAME}"  # with the CUDA runtime inside: no version to match
-    )
+    # the CUDA runtime is linked in: no version of it to match at run time
+    link = f"{nvcc} -shared -o $out $in -Xlinker=-soname=libturbo_kernels.so"
     return Toolchain("cuda", nvcc, tuple(f"sm{sm}" for sm in sms), command, link)
 
 
