@@ -8,7 +8,7 @@
 namespace turbo {
 #if defined(TURBO_GPU)
 template <typename T, typename W, typename Y, int kHeld, int kVector>
-__global__ void __launch_bounds__(kMaxBlock)
+__global__ void __launch_bounds__(kMaxBlock, 1)
     rms_norm_bwd_kernel(const Y *__restrict__ grad_y, const T *__restrict__ x, const W *__restrict__ weight,
                         const float *__restrict__ rstd, T *__restrict__ grad_x, float *__restrict__ partial,
                         int64_t rows, int width, float offset, int round_first) {
