@@ -53,7 +53,7 @@ def reference(device: torch.device):
 def draw(shape: tuple, out: int, device, dtype=torch.float32, needs=(True, True, True)) -> list[Tensor]:
     sizes = (shape, (out, shape[-1]), (out,))
     return [
-        torch.randn(size, device=device).to(dtype).requires_grad_(need)
+        torch.randn(size).to(device, dtype).requires_grad_(need)  # the same values on every device
         for size, need in zip(sizes, needs, strict=True)
     ]
 
@@ -104,7 +104,7 @@ def test_linear_snr(name: str, compiled: bool, device) -> None:
 @pytest.mark.parametrize(("shape", "out"), SHAPES, ids=str)
 def test_linear_takes_any_extents(name: str, shape: tuple, out: int, device, reference) -> None:
     leaves, recipe = draw(shape, out, device), RECIPES[name]
-    grad = torch.randn(*shape[:-1], out, device=device)
+    grad = torch.randn(*shape[:-1], out).to(device)
     actual, expected = results(linear(recipe), leaves, grad), truth(functional.linear, leaves, grad)
     few = 3.0  # dB: fewer than a hundred products do not average to the floor
     check_snr(actual, expected, floor_of(recipe) - few)

@@ -114,9 +114,13 @@ def product(
 
 
 def _padded(scale: Tensor) -> Tensor:
-    """The scales of 128x128 blocks with their padding along K, as `scale_layout` has them."""
-    width = scale.stride(0)
-    return scale if width == scale.shape[1] else scale.as_strided((scale.shape[0], width), (width, 1))
+    """The scales of 128x128 blocks with padding along K: as `empty_scale` laid them out, else copied."""
+    rows, cols, width = *scale.shape, scale.stride(0)
+    if width == cols:
+        return scale
+    if scale.untyped_storage().nbytes() >= 4 * (scale.storage_offset() + rows * width):
+        return scale.as_strided((rows, width), (width, 1))
+    return torch.nn.functional.pad(scale, (0, width - cols))
 
 
 def _high(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

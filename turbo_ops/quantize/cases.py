@@ -39,6 +39,7 @@ def quantize(size: str, device: torch.device) -> dict:
                     f"130x200-{t}": partial(_normal, (130, 200), d, device)
                     for t, d in (("fp32", torch.float32), ("fp16", torch.float16))
                 },
+                "256x384-fp32": partial(_normal, (256, 384), torch.float32, device),
                 "200x130-transposed": lambda: _normal((130, 200), torch.bfloat16, device).t(),
                 "64x130-broadcast": lambda: _normal((1, 130), torch.bfloat16, device).expand(64, 130),
                 **{f"70x140-{n}": partial(_special, v, device) for n, v in SPECIAL.items()},
