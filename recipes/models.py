@@ -41,7 +41,7 @@ def load(source: str, random_init: bool) -> tuple[nn.Module, Any]:
 
 
 def from_gguf(path: Path) -> tuple[nn.Module, Any]:
-    """The weights dequantized, in a model that transformers will save: the one it loads counts as quantized."""
+    """The weights dequantized, in a model that transformers saves: the one it loads counts as quantized."""
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = copy.deepcopy(loaded.config)

@@ -59,7 +59,7 @@ def cast_kernel(
 ):  # fmt: skip
     """Cast x by the one scale that follows from amax.
 
-    A tl.max() here, over shares of amax, made Triton 3.6 overwrite parts of an fp32 tile's transpose on an H200.
+    A tl.max() here, over shares of amax, made Triton 3.6 overwrite parts of the fp32 transpose on an H200.
     """
     first_r, first_c = tl.program_id(0).to(tl.int64) * BR, tl.program_id(1).to(tl.int64) * BC
     rows, cols = first_r + tl.arange(0, BR), first_c + tl.arange(0, BC)
