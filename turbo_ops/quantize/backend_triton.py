@@ -53,30 +53,6 @@ def amax_kernel(x, amax, R, C, stride_r, stride_c, BR: tl.constexpr, BC: tl.cons
 
 
 @triton.jit
-def cast_kernel(
-    x, amax, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
-    LIMIT: tl.constexpr, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Cast x by the one scale that follows from amax.
-
-    A tl.max() here, over shares of amax, made Triton 3.6 overwrite parts of the fp32 transpose on an H200.
-    """
-    first_r, first_c = tl.program_id(0).to(tl.int64) * BR, tl.program_id(1).to(tl.int64) * BC
-    rows, cols = first_r + tl.arange(0, BR), first_c + tl.arange(0, BC)
-    inside = (rows[:, None] < R) & (cols[None, :] < C)
-    values = tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
-    one_scale, inverse = scale_and_inverse(tl.load(amax + tl.arange(0, 1)), LIMIT, False)
-    cast = saturate(values.to(tl.float32) * inverse[:, None], LIMIT).to(data.dtype.element_ty)
-    tl.store(data + rows[:, None] * C + cols[None, :], cast, mask=inside)
-    if BOTH:
-        tl.store(data_t + cols[:, None] * R + rows[None, :], tl.trans(cast), mask=tl.trans(inside))
-    if first_r + first_c == 0:
-        tl.store(scale + tl.arange(0, 1), one_scale)
-        if BOTH:
-            tl.store(scale_t + tl.arange(0, 1), one_scale)
-
-
-@triton.jit
 def amax_rows_kernel(
     x, amax, amax_t, R, C, stride_r, stride_c, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
@@ -91,9 +67,9 @@ def amax_rows_kernel(
 
 
 @triton.jit
-def cast_rows_kernel(
+def cast_kernel(
     x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
-    LIMIT: tl.constexpr, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    LIMIT: tl.constexpr, STEP: tl.constexpr, BOTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Cast x by a scale per row, and its transpose by a scale per column."""
     first_r, first_c = tl.program_id(0).to(tl.int64) * BR, tl.program_id(1).to(tl.int64) * BC
@@ -101,17 +77,17 @@ def cast_rows_kernel(
     inside = (rows[:, None] < R) & (cols[None, :] < C)
     values = tl.load(x + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
     values = values.to(tl.float32)
-    row_scale, inverse = scale_and_inverse(tl.load(amax + rows, mask=rows < R, other=0), LIMIT, False)
+    row_scale, inverse = scale_and_inverse(tl.load(amax + rows * STEP, mask=rows < R, other=0), LIMIT, False)
     cast = saturate(values * inverse[:, None], LIMIT).to(data.dtype.element_ty)
     tl.store(data + rows[:, None] * C + cols[None, :], cast, mask=inside)
     if first_c == 0:
-        tl.store(scale + rows, row_scale, mask=rows < R)
+        tl.store(scale + rows, row_scale, mask=rows < (R if STEP else 1))
     if BOTH:
-        col_scale, inverse = scale_and_inverse(tl.load(amax_t + cols, mask=cols < C, other=0), LIMIT, False)
+        col_scale, inverse = scale_and_inverse(tl.load(amax_t + cols * STEP, mask=cols < C, other=0), LIMIT, False)
         cast_t = tl.trans(saturate(values * inverse[None, :], LIMIT).to(data.dtype.element_ty))
         tl.store(data_t + cols[:, None] * R + rows[None, :], cast_t, mask=tl.trans(inside))
         if first_r == 0:
-            tl.store(scale_t + cols, col_scale, mask=cols < C)
+            tl.store(scale_t + cols, col_scale, mask=cols < (C if STEP else 1))
 
 
 @triton.jit
@@ -230,13 +206,13 @@ def _plan_tensorwise(shape: Shape) -> Plan:
     programs = min(math.prod(shape.grid(64, 128)), MOST_PROGRAMS)
     find_amax = Launch(amax_kernel, (programs,), scalars, **tile)
     limit = torch.finfo(shape.dtype).max
-    cast = Launch(cast_kernel, shape.grid(64, 128), scalars, LIMIT=limit, BOTH=shape.both, **tile)
+    cast = Launch(cast_kernel, shape.grid(64, 128), scalars, LIMIT=limit, STEP=0, BOTH=shape.both, **tile)
 
     def run(x: Tensor) -> list[Tensor]:
         outputs = shape.allocate()
         amax = torch.zeros(1, dtype=torch.int32, device=shape.device)
         find_amax(x, amax)
-        cast(x, amax, *_four(outputs))
+        cast(x, amax, amax, *_four(outputs))
         return outputs
 
     return run
@@ -247,7 +223,7 @@ def _plan_rowwise(shape: Shape) -> Plan:
     scalars, tile = (rows, cols, *shape.strides), {"BOTH": shape.both, "BR": 64, "BC": 128, "num_warps": 8}
     find_amax = Launch(amax_rows_kernel, shape.grid(64, 128), scalars, **tile)
     limit = torch.finfo(shape.dtype).max
-    cast = Launch(cast_rows_kernel, shape.grid(64, 128), scalars, LIMIT=limit, **tile)
+    cast = Launch(cast_kernel, shape.grid(64, 128), scalars, LIMIT=limit, STEP=1, **tile)
 
     def run(x: Tensor) -> list[Tensor]:
         outputs = shape.allocate()
