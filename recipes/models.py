@@ -79,9 +79,12 @@ def _tokenizer_or_bytes(source: str) -> Any:
     if (SHAPES / f"{source}.json").exists():
         return ByteTokenizer()
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, ImportError, TypeError, AttributeError):
         return ByteTokenizer()
+    return (
+        tokenizer if tokenizer("text")["input_ids"] else ByteTokenizer()
+    )  # a config alone gives an empty one
 
 
 def _one_line(source: str, error: Exception) -> str:

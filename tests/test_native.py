@@ -122,6 +122,10 @@ def test_operators_are_registered_right(name: str) -> None:
 
 
 @needs_library
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12),
+    reason="torch 2.11 died of a segmentation fault where an operator of the stable ABI throws",
+)
 def test_operators_check_their_arguments() -> None:
     turbo_ops.rms_norm(torch.randn(2, 8))
     with pytest.raises(RuntimeError, match=r"weight \[D\]"):

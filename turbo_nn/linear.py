@@ -15,8 +15,9 @@ from turbo_nn.rule import Probe, Rule, Twin, draw
 from turbo_ops import Recipe
 from turbo_ops.arch import arch
 
-# Below this many weights a layer gains nothing from FP8: casts and launches cost more than the GEMMs save.
-SMALLEST = {"sm90": 4096 * 4096, "gfx942": 4096 * 4096, "gfx950": 4096 * 4096}
+# Weights of the smallest layer that gained from FP8, eager, 8192 tokens: on an H200 4096x6144 did (1.2x) and 4096x4096
+# lost (0.8x), host-bound (docs/performance.md). Not measured on AMD: the same until it is.
+SMALLEST = dict.fromkeys(("sm90", "gfx942", "gfx950"), 4096 * 6144)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -83,7 +83,9 @@ def cast_kernel(
     if first_c == 0:
         tl.store(scale + rows, row_scale, mask=rows < (R if STEP else 1))
     if BOTH:
-        col_scale, inverse = scale_and_inverse(tl.load(amax_t + cols * STEP, mask=cols < C, other=0), LIMIT, False)
+        col_scale, inverse = scale_and_inverse(
+            tl.load(amax_t + cols * STEP, mask=cols < C, other=0), LIMIT, False
+        )
         cast_t = tl.trans(saturate(values * inverse[None, :], LIMIT).to(data.dtype.element_ty))
         tl.store(data_t + cols[:, None] * R + rows[None, :], cast_t, mask=tl.trans(inside))
         if first_r == 0:
