@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from turbo_ops import arch, policy, tuning
 
@@ -114,10 +115,9 @@ class Op:
                     f"{self.name}: tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
                 )
             device = devices.pop() if devices else torch.device("cpu")
-            choice = self._chosen[key] = (
-                self._decide(args, device),
-                device.index if device.type == "cuda" else None,
-            )
+            choice = self._decide(args, device), device.index if device.type == "cuda" else None
+            if not any(isinstance(arg, FakeTensor) for arg in args):  # not tuned, and its key is a real one's
+                self._chosen[key] = choice
         return choice
 
     def _decide(self, args: tuple, device: torch.device) -> Backend:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from turbo_ops.arch import arch
 from turbo_ops.distributed import agree, agreed
@@ -106,7 +107,7 @@ def _table(name: str) -> dict[str, dict[str, str]]:
 
 
 def _auto_tuned(op: "Op", args: tuple, name: str, entry: str) -> str | None:
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or any(isinstance(arg, FakeTensor) for arg in args):
         return None
     full = f"{name} {op.name} {entry}"
     choice = agreed(full)
