@@ -21,7 +21,6 @@ GATES = {
     "amax_rows_kernel": Gate(),
     "block_cast_kernel": Gate(),
     "cast_kernel": Gate(),
-    "cast_rows_kernel": Gate(),
     "dequantize_kernel": Gate(),
     "gemm_kernel": Gate(operand="a"),
     "rms_norm_bwd_kernel": Gate(),

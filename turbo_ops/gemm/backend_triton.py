@@ -43,6 +43,7 @@ TILES = {
 }
 SMALL = {"fp32": (32, 64, 32, 4, 2), "half": (32, 64, 64, 4, 3)}
 SMALL |= dict.fromkeys(("fp8", "block", "mx"), (32, 64, 128, 4, 3))
+SMALL_GFX942 = SMALL | {"mx": (32, 64, 64, 4, 2)}  # upcasts in registers: 128 along K spill
 SMALL_TILES = 64  # below this many wide tiles, half of an H200's 132 multiprocessors would idle
 
 
@@ -204,7 +205,7 @@ def _plan(
     if accumulate and BM * BN > 128 * 256:
         BM = 128
     if triton.cdiv(M, BM) * triton.cdiv(N, BN) < SMALL_TILES and arch != "cpu":
-        BM, BN, BK, warps, stages = SMALL[row]
+        BM, BN, BK, warps, stages = (SMALL_GFX942 if arch == "gfx942" else SMALL)[row]
     (a_rows, *a_strides), (b_rows, *b_strides) = layouts
     return Launch(
         gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides, *a_strides, *b_strides),
