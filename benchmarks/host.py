@@ -1,6 +1,7 @@
 """What the host pays: an eager step so small that the device does not count, and one dispatch."""
 
 import functools
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -8,33 +9,42 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.layers import LEAST_PEER_SNR, Layer, checked_linear, linear_variants, plain_linear
-from benchmarks.session import Session, Variant
+from benchmarks.session import Session, Variant, against
 from turbo_ops.dispatch import REGISTRY, op
 
 SHAPE = (32, 256, 256)  # tokens, in, out
 
 
 def measure_host(session: Session) -> None:
-    """`us` of a step by every recipe and `cost`, how many times nn.Linear's; `us` of a dispatch."""
+    """`us` of a step by every recipe and `cost`, the median over the rounds of its ratio to nn.Linear's."""
     base = plain_linear(session, SHAPE[0], SHAPE[1:])
     found = peers.variants(session, "linear", LEAST_PEER_SNR, say=False)
     variants = [*linear_variants(base, emulated_mx=True), *found]
     case = "step {}x{}x{}".format(*SHAPE)
-    for row in session.compare("host", case, variants, functools.partial(_measure_step, session, base)):
-        row["cost"] = 1 / row["speedup"] if row.get("speedup") else None
+    layers: dict[str, Layer] = {}
+    rows = session.compare("host", case, variants, functools.partial(_check, base, layers))
+    times = dict(zip(layers, session.host_us([layer.dropped_step for layer in layers.values()]), strict=True))
+    plain = times.get(variants[0].name)
+    for row in rows:
+        taken = times.get(row["variant"])
+        if taken and plain:
+            us = statistics.median(taken)
+            costs = [ours / theirs for ours, theirs in zip(taken, plain, strict=True)]
+            row |= {"us": us, "ms": us / 1e3, "cost": statistics.median(costs)}
+            row |= against(row["ms"], variants[0].name, statistics.median(plain) / 1e3)
     row = {
         "level": "dispatch",
         "name": "dispatch",
         "case": "4 tensors, 7 arguments",
         "variant": "choose, run",
     }
-    session.measure(row, lambda: {"us": session.host_us(returns_at_once(session.device), 3000)})
+    call = returns_at_once(session.device)
+    session.measure(row, lambda: {"us": statistics.median(session.host_us([call], 600)[0])})
 
 
-def _measure_step(session: Session, base: Layer, variant: Variant) -> dict:
-    layer, found = checked_linear(base, variant)
-    us = session.host_us(layer.dropped_step)
-    return {"us": us, "ms": us / 1e3, **found}
+def _check(base: Layer, layers: dict[str, Layer], variant: Variant) -> dict:
+    layers[variant.name], found = checked_linear(base, variant)
+    return {"ms": float("inf"), **found}
 
 
 def returns_at_once(device: torch.device) -> Callable[[], object]:

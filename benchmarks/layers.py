@@ -1,6 +1,7 @@
 """Layer level: turbo_nn.Linear and RMSNorm beside torch's, on the same tensors."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ LINEARS = {
     },
     "test": {"small": (64, 128), "wide": (128, 256)},
 }
+MICRO_BATCHES = 4
+KEPT = ("fp8_tensorwise", "fp8_blockwise")  # recipes measured with the cast of the weight kept, too
 WITH_PEERS = ("qkv", "o", "gate_up", "down", "small")  # a compiled peer takes 10 s a shape
 NORMS = {"bench": [(8192, 4096), (8192, 8192)], "test": [(64, 256)]}
 NATIVE_MX = ("gfx950", "sm100")
@@ -47,7 +50,10 @@ Results = tuple[Tensor, ...]  # y, dx, dw
 
 
 class Layer:
-    """A module, its input and its output gradient; a step is forward and backward from dropped gradients."""
+    """A module, its input and its output gradient; a step is forward and backward from dropped gradients.
+
+    A step casts its weight anew, as the first micro-batch after the optimizer does; `steps` has more of them.
+    """
 
     def __init__(self, module: nn.Module, x: Tensor, grad_y: Tensor):
         self.module, self.x, self.grad_y = module, x, grad_y
@@ -59,11 +65,18 @@ class Layer:
             self.module(self.x)
 
     def step(self) -> None:
+        turbo_ops.weights_changed()
         self.module(self.x).backward(self.grad_y)
 
     def dropped_step(self) -> None:
         self.x.grad = self.weight.grad = None
-        self.module(self.x).backward(self.grad_y)
+        self.step()
+
+    def steps(self, micro_batches: int) -> None:
+        turbo_ops.weights_changed()
+        for _ in range(micro_batches):
+            self.x.grad = self.weight.grad = None
+            self.module(self.x).backward(self.grad_y)
 
     def results(self) -> Results:
         self.x.grad = self.weight.grad = None
@@ -143,12 +156,20 @@ def _measure_shape(
 ) -> None:
     base = plain_linear(session, TOKENS[session.size], extents)
     variants = [*linear_variants(base, emulated_mx), *more]
+    if case.split()[0] in WITH_PEERS:
+        kept = (dataclasses.replace(v, micro_batches=MICRO_BATCHES) for v in variants if v.name in KEPT)
+        variants += [
+            dataclasses.replace(v, name=f"{v.name}, weight cast once for {MICRO_BATCHES}") for v in kept
+        ]
     session.compare("linear", case, variants, functools.partial(_measure_linear, session, base))
 
 
 def _measure_linear(session: Session, base: Layer, variant: Variant) -> dict:
     layer, found = checked_linear(base, variant)
-    ms = session.ms(layer.step, drop=layer.leaves)
+    if variant.micro_batches == 1:
+        ms = session.ms(layer.step, drop=layer.leaves)
+    else:
+        ms = session.ms(lambda: layer.steps(variant.micro_batches)) / variant.micro_batches
     tokens, (out, width) = base.x.shape[0], base.weight.shape
     found |= session.rate(ms, "fp8", flops=6 * tokens * out * width)
     if isinstance(layer.module, turbo_nn.Linear):

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class Variant:
     least_snr: float
     pin: str | None = None
     peer: bool = False  # built from the layer that it stands in for
+    micro_batches: int = 1  # forward and backward passes between two changes of the weight
 
 
 @dataclass
@@ -112,19 +113,23 @@ class Session:
         rep = max(10 if self.quick else 40, slow)
         return do_bench(run, warmup=rep / 5, rep=rep, grad_to_none=drop or None, return_mode="median")
 
-    def host_us(self, run: Callable[[], object], calls: int = 300) -> float:
-        """Wall time of a call in us, the device waited for once a round; best of 5 rounds after a warm-up."""
-        calls, rounds = (calls // 10, 2) if self.quick else (calls, 5)
-        best = float("inf")
+    def host_us(self, runs: Sequence[Callable[[], object]], calls: int = 60) -> list[list[float]]:
+        """Wall time of a call in us, for each of `runs` in each round; the device is waited for after each.
+
+        They take turns: a virtual machine's clock drifts by a factor of 2 within seconds, and not in a round.
+        """
+        calls, rounds = (calls // 10, 2) if self.quick else (calls, 25)
+        times: list[list[float]] = [[] for _ in runs]
         for index in range(rounds + 1):
-            self.synchronize()
-            began = time.perf_counter()
-            for _ in range(calls):
-                run()
-            self.synchronize()
-            if index:
-                best = min(best, time.perf_counter() - began)
-        return best / calls * 1e6
+            for run, taken in zip(runs, times, strict=True):
+                self.synchronize()
+                began = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                self.synchronize()
+                if index:
+                    taken.append((time.perf_counter() - began) / calls * 1e6)
+        return times
 
     def peak_gib(self, run: Callable[[], object]) -> float | None:
         """The most memory that was allocated during one run, what was there before included."""

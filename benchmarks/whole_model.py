@@ -9,6 +9,7 @@ from numerics import snr_db
 from torch import Tensor, nn
 
 import turbo_nn
+import turbo_ops
 from benchmarks.session import Session, Variant, WrongError
 from benchmarks.tables import SNR_CAP
 
@@ -117,4 +118,8 @@ def _measure_model(session: Session, made: Made, variant: Variant) -> dict:
 
 
 def _step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
-    return lambda: model(input_ids=ids, labels=ids).loss.backward()
+    def step() -> None:
+        turbo_ops.weights_changed()  # as after an optimizer's step
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    return step

@@ -23,6 +23,7 @@ GATES = {
     "cast_kernel": Gate(),
     "dequantize_kernel": Gate(),
     "gemm_kernel": Gate(operand="a"),
+    "row_cast_kernel": Gate(),
     "rms_norm_bwd_kernel": Gate(),
     "rms_norm_fwd_kernel": Gate(),
 }

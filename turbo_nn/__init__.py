@@ -1,6 +1,6 @@
 """Accelerated layers and FP8 recipes, swapped into PyTorch models that exist."""
 
-from turbo_nn.linear import Linear
+from turbo_nn.linear import Linear, weights_changed
 from turbo_nn.patch import RULES, patch, unpatch
 from turbo_nn.recipes import RECIPES, Policy, load_policy
 from turbo_nn.report import LeftError, Report, Verdict
@@ -26,4 +26,5 @@ __all__ = [
     "load_policy",
     "patch",
     "unpatch",
+    "weights_changed",
 ]

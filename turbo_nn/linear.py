@@ -67,6 +67,11 @@ def twin_class(original: type) -> type[nn.Module]:
 copyreg.pickle(TwinType, lambda cls: (twin_class, (cls.__bases__[1],)))  # type: ignore[arg-type, return-value]
 
 
+def weights_changed(model: nn.Module) -> None:
+    """Cast the weights again at their next use: something wrote them through `p.data`, unseen by torch."""
+    turbo_ops.weights_changed(model.parameters())
+
+
 def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 

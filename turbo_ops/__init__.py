@@ -6,6 +6,7 @@ from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
 from turbo_ops.rms_norm import rms_norm, rms_norm_backend
+from turbo_ops.weight_cache import weights_changed
 
 reset()
 
@@ -29,4 +30,5 @@ __all__ = [
     "reset",
     "rms_norm",
     "rms_norm_backend",
+    "weights_changed",
 ]

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from turbo_ops import arch, policy, tuning
+from turbo_ops import arch, policy, tuning, weight_cache
 
 REGISTRY: dict[str, "Op"] = {}
 CACHE_LIMIT = 4096  # choices an op remembers: keys hold shapes, and ragged batches make new ones for ever
@@ -24,11 +24,19 @@ class UnsupportedError(NotImplementedError):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run an op. `refuses(*args)` gives the reason as a sentence, or None to accept."""
+    """One way to run an op. `refuses(*args)` gives the reason as a sentence, or None to accept.
+
+    A planned backend has `plan(*args)`: called once for all arguments of a kind, it gives what runs them.
+    """
 
     name: str
     run: Callable
     refuses: Callable[..., str | None] = lambda *args: None
+    plan: Callable[..., Callable] | None = None
+
+    def prepared(self, args: tuple) -> Callable:
+        """What to call with `args`, and with every other arguments of their kind."""
+        return self.plan(*args) if self.plan else self.run
 
 
 class Op:
@@ -46,10 +54,10 @@ class Op:
         self.schema = torch.library.infer_schema(reference, mutates_args=mutates)
         self.mutates = mutates
         self.__doc__ = reference.__doc__
-        self._parameters = inspect.signature(reference).parameters
+        self._parameters = _parameters(reference)
         self._backends = {"reference": Backend("reference", reference)}
         self._missing: dict[str, str] = {}
-        self._chosen: dict[tuple, tuple[Backend, int | None]] = {}
+        self._chosen: dict[tuple, tuple[Callable, int | None]] = {}
         self._warned = False
         self.torch_op = torch.library.custom_op(
             f"turbo_ops::{self.name}", self._run_completed, mutates_args=mutates, schema=self.schema
@@ -60,14 +68,24 @@ class Op:
     def __repr__(self) -> str:
         return f"Op({self.name}{self.schema}, order={(*self.order, 'reference')})"
 
-    def backend(self, name: str, *, refuses: Callable[..., str | None] = lambda *args: None) -> Callable:
-        """Attach the decorated function as backend `name`; TypeError where its schema is another."""
+    def backend(
+        self, name: str, *, refuses: Callable[..., str | None] = lambda *args: None, planned: bool = False
+    ) -> Callable:
+        """Attach the decorated function as backend `name`; TypeError where its schema is another.
 
-        def attach(run: Callable) -> Callable:
-            schema = torch.library.infer_schema(run, mutates_args=self.mutates)
+        planned: the function takes the op's arguments and returns the callable that runs them.
+        """
+
+        def attach(function: Callable) -> Callable:
+            if planned and [*_parameters(function).values()] != [*self._parameters.values()]:
+                raise TypeError(f"{self.name}/{name} plans {inspect.signature(function)}, not {self.schema}")
+            schema = (
+                self.schema if planned else torch.library.infer_schema(function, mutates_args=self.mutates)
+            )
             if schema != self.schema:
                 raise TypeError(f"{self.name}/{name} is {schema}, the contract is {self.schema}")
-            self._backends[name] = Backend(name, run, refuses)
+            run = (lambda *args: function(*args)(*args)) if planned else function
+            self._backends[name] = Backend(name, run, refuses, function if planned else None)
             return run
 
         return attach
@@ -89,11 +107,11 @@ class Op:
         return (*args, *(kwargs.get(p.name, p.default) for p in rest))
 
     def _run(self, *args: Any) -> Any:
-        backend, index = self._choice(args)
+        run, index = self._choice(args)
         if index is not None and index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                return backend.run(*args)
-        return backend.run(*args)
+                return run(*args)
+        return run(*args)
 
     def _run_completed(self, *args: Any) -> Any:
         # torch's dispatcher drops trailing arguments that equal their defaults
@@ -101,24 +119,28 @@ class Op:
 
     def choose(self, *args: object) -> Backend:
         """The pinned backend, the tuned one or the first in `order` that accepts; else UnsupportedError."""
-        return self._choice(args)[0]
+        return self._decide(args, self._device(args))
 
-    def _choice(self, args: tuple) -> tuple[Backend, int | None]:
+    def _choice(self, args: tuple) -> tuple[Callable, int | None]:
         key = (policy.FORCED.get(self.name), policy.FORCED.get(self.family), *map(_traits, args))
         choice = self._chosen.get(key)
         if choice is None:
             if len(self._chosen) >= CACHE_LIMIT:
                 self._chosen.clear()
-            devices = {arg.device for arg in args if isinstance(arg, Tensor)}
-            if len(devices) > 1:
-                raise ValueError(
-                    f"{self.name}: tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
-                )
-            device = devices.pop() if devices else torch.device("cpu")
-            choice = self._decide(args, device), device.index if device.type == "cuda" else None
-            if not any(isinstance(arg, FakeTensor) for arg in args):  # not tuned, and its key is a real one's
-                self._chosen[key] = choice
+            device = self._device(args)
+            backend = self._decide(args, device)
+            if any(isinstance(arg, FakeTensor) for arg in args):  # not tuned, and its key is a real one's
+                return backend.run, None
+            choice = backend.prepared(args), device.index if device.type == "cuda" else None
+            self._chosen[key] = choice
         return choice
+
+    def _device(self, args: tuple) -> torch.device:
+        devices = {arg.device for arg in args if isinstance(arg, Tensor)}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"{self.name}: tensors are on several devices: {names}")
+        return devices.pop() if devices else torch.device("cpu")
 
     def _decide(self, args: tuple, device: torch.device) -> Backend:
         for origin, pins in (("force()", policy.FORCED), ("TURBO_{}_BACKEND", policy.ENVIRONMENT)):
@@ -173,8 +195,15 @@ class Op:
         self._warned = False
 
 
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function, eval_str=True).parameters
+
+
 def _traits(value: object) -> object:
-    return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else value
+    """What a choice depends on; of the address, whether a row can start at a multiple of 16."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.dtype, value.shape, value.stride(), value.device, value.storage_offset() & 15
 
 
 def op(*order: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
@@ -198,9 +227,10 @@ def force(**backends: str) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Read the environment again; forget choices, tuned tables and failed imports."""
+    """Read the environment again; forget choices, tuned tables, failed imports and casts of weights."""
     arch.reset()
     tuning.reset()
+    weight_cache.reset()
     policy.read_environment(_known())
     for contract in REGISTRY.values():
         contract.reset()

@@ -15,12 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
+from turbo_ops import weight_cache
 from turbo_ops.casting import Cast, Recipe, Scaled
-from turbo_ops.gemm import gemm, matmul
+from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
 
 
 class LinearFunction(torch.autograd.Function):
+    """`shared` is a tuple of the tensor that x is a view of, where other layers may read it too."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -30,15 +33,22 @@ class LinearFunction(torch.autograd.Function):
         recipe: Recipe,
         dtype: torch.dtype,
         recording: bool,
+        shared: tuple[Tensor] | None,
     ) -> Tensor:
         # needs_input_grad is True for a parameter under no_grad too, and grad mode is always off in here
         need_x, need_weight = (recording and need for need in ctx.needs_input_grad[:2])
-        lhs, x_t = _operands(x, recipe.fprop.lhs, recipe.wgrad.rhs, need_weight, dtype)
-        rhs, weight_t = _operands(weight, recipe.fprop.rhs, recipe.dgrad.rhs, need_x, dtype)
-        ctx.save_for_backward(*x_t, *weight_t)
-        ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
+        lhs, x_t = _input_casts(x, fprop.lhs, wgrad.rhs, need_weight, dtype, shared)
+        # a frozen weight keeps one orientation: backward casts the other from the weight itself
+        frozen = need_x and not weight.requires_grad and dgrad.rhs is not None
+        rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not frozen, dtype, recording)
+        weight_t = Scaled(weight) if frozen else weight_t
+        ctx.save_for_backward(*(x_t or _NOTHING), *(weight_t or _NOTHING))
+        ctx.recipe, ctx.frozen = recipe, frozen
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.weight = weight if need_weight and getattr(weight, "main_grad", None) is not None else None
         bias = None if bias is None else bias.to(dtype)
-        return matmul(lhs, rhs, dtype, bias=bias, fast_accum=recipe.fprop.fast_accum)
+        return matmul(lhs, rhs, dtype, bias=bias, fast_accum=fprop.fast_accum)
 
     @staticmethod
     @once_differentiable
@@ -56,11 +66,15 @@ class LinearFunction(torch.autograd.Function):
         elif need_weight:
             grad_t = cast(grad_y.t(), wgrad.lhs)
         if need_x:
+            if ctx.frozen:
+                weight_t = cast(weight_t.data.t(), dgrad.rhs)
             grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum)
-        if need_weight:
+        if ctx.weight is not None:
+            grad_weight = _into_main_grad(ctx.weight, grad_t, x_t, wgrad.fast_accum)
+        elif need_weight:
             grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum)
         grad_bias = grad_y.sum(0).to(bias_dtype) if need_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 _NOTHING = (None, None)
@@ -69,14 +83,62 @@ HIGH_PRECISION = Recipe()
 
 def _operands(
     x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype
-) -> tuple[Scaled, tuple[Tensor | None, Tensor | None]]:
+) -> tuple[Scaled, Scaled | None]:
     """x cast along its last axis, x.t() along its own where backward needs it; uncast, in `dtype`."""
     if need_t and how is not None and how == how_t:
         return cast_both(x, how, how_t)
     operand = cast(x if how else x.to(dtype), how)
     if not need_t:
-        return operand, _NOTHING
+        return operand, None
     return operand, cast(x.t() if how_t else x.to(dtype).t(), how_t)
+
+
+def _input_casts(
+    x: Tensor,
+    how: Cast | None,
+    how_t: Cast | None,
+    need_t: bool,
+    dtype: torch.dtype,
+    shared: tuple[Tensor] | None,
+) -> tuple[Scaled, Scaled | None]:
+    """`_operands`, cast once for all layers that read the same activation (q, k and v; gate and up).
+
+    The casts are an attribute of the activation, with its version: they die with it.
+    """
+    if shared is None or how is None:
+        return _operands(x, how, how_t, need_t, dtype)
+    (source,) = shared
+    key = source._version, x.shape, how, how_t, dtype
+    found = getattr(source, "_turbo_casts", None)
+    if found is None or found[0] != key or (need_t and found[2] is None):
+        found = source._turbo_casts = key, *_operands(x, how, how_t, need_t, dtype)  # type: ignore[attr-defined]
+    return found[1], found[2] if need_t else None
+
+
+def _weight_casts(
+    weight: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype, recording: bool
+) -> tuple[Scaled, Scaled | None]:
+    """`_operands`, cast once for all micro-batches of a step."""
+    if how is None or not recording or torch.compiler.is_compiling():
+        return _operands(weight, how, how_t, need_t, dtype)
+    return weight_cache.kept(
+        weight, (how, how_t, need_t, dtype), lambda: _operands(weight, how, how_t, need_t, dtype)
+    )
+
+
+def _into_main_grad(weight: Any, grad_t: Scaled, x_t: Scaled, fast_accum: bool) -> Tensor | None:
+    """wgrad summed into `weight.main_grad` (Megatron's convention); `.grad` gets nothing.
+
+    Where the weight has `grad_added_to_main_grad` it becomes True, and a placeholder makes its hooks run.
+    """
+    main_grad = weight.main_grad
+    if main_grad.shape != weight.shape:
+        raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the weight's {tuple(weight.shape)}")
+    gemm_accumulate_(main_grad, grad_t.data, x_t.data, grad_t.scale, x_t.scale, fast_accum)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return main_grad.new_zeros((), dtype=weight.dtype).expand(weight.shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None) -> Tensor:
@@ -97,10 +159,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
     elif not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
         dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
+    # an activation inside a graph dies with the step; a buffer of the caller's may be written unseen
+    shared = None if torch.compiler.is_compiling() or x.grad_fn is None else (x,)
+    rest = weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared
     if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
-        return LinearFunction.apply(x, weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled())
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    y = LinearFunction.apply(rows, weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled())
+        return LinearFunction.apply(x, *rest)
+    y = LinearFunction.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), *rest)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

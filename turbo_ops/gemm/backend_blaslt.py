@@ -1,6 +1,8 @@
 """cuBLASLt and hipBLASLt through torch.mm, torch._scaled_mm and torch._scaled_mm_v2."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 PLAIN = (((0, 0), (0, 0)), ((1, 0), (1, 0)))
 BLOCKWISE = (((1, 128), (128, 128)), ((1, 128), (1, 128)))
 KINDS = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
+ONE_ROW = [ScalingType.BlockWise1x128.value]
 FP8_ARCHS = ("sm89", "sm90", "sm100", "gfx942", "gfx950")
 
 
@@ -85,8 +88,8 @@ def _matching_blocks(a: tuple, b: tuple, a_scale: tuple, b_scale: tuple, *stride
     return None
 
 
-@gemm.backend("blaslt", refuses=refuses)
-def product(
+@gemm.backend("blaslt", refuses=refuses, planned=True)
+def plan(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None = None,
@@ -94,23 +97,42 @@ def product(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = True,
-) -> Tensor:
+) -> Callable:
     if a_scale is None or b_scale is None:
-        return _high(a, b, bias, dtype)
-    fused_bias = None if dtype == torch.float32 else bias  # cuBLASLt has no bias epilogue for fp32 outputs
+        return _plan_high(a.dtype, bias, dtype)
+    fused = bias is not None and dtype != torch.float32  # cuBLASLt has no bias epilogue for fp32 outputs
     blocks = _blocks(a, b, a_scale, b_scale)
-    if blocks in BLOCKWISE:
-        # F.scaled_mm's own Python costs 20 us a call
-        kinds = [[KINDS[block].value] for block in blocks]
-        padded = b_scale if blocks[1][0] == 1 else _padded(b_scale).t()
-        out = torch._scaled_mm_v2(
-            a, b.t(), [a_scale], kinds[0], [], [padded], kinds[1], [], fused_bias, dtype, [], False
-        )
-    else:
-        out = torch._scaled_mm(
-            a, b.t(), a_scale, b_scale.t(), bias=fused_bias, out_dtype=dtype, use_fast_accum=fast_accum
-        )
-    return out if bias is None or bias is fused_bias else out.add_(bias)
+    product = _blockwise if blocks in BLOCKWISE else _whole_axis
+    # what F.scaled_mm works out in 20 us of Python a call
+    facts = (
+        [[KINDS[block].value] for block in blocks]
+        if blocks in BLOCKWISE
+        else (a_scale.numel() == 1, fast_accum)
+    )
+
+    def run(
+        a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *_: object
+    ) -> Tensor:
+        out = product(a, b.t(), a_scale, b_scale, bias if fused else None, dtype, *facts)
+        return out if bias is None or fused else out.add_(bias)
+
+    return run
+
+
+def _blockwise(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    a_kind: list[int], b_kind: list[int],
+) -> Tensor:  # fmt: skip
+    padded = b_scale if b_kind == ONE_ROW else _padded(b_scale).t()
+    return torch._scaled_mm_v2(a, b, [a_scale], a_kind, [], [padded], b_kind, [], bias, dtype, [], False)
+
+
+def _whole_axis(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    tensorwise: bool, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    b_scale = b_scale if tensorwise else b_scale.t()
+    return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
 
 
 def _padded(scale: Tensor) -> Tensor:
@@ -123,11 +145,17 @@ def _padded(scale: Tensor) -> Tensor:
     return torch.nn.functional.pad(scale, (0, width - cols))
 
 
-def _high(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if dtype != a.dtype:
-        out = torch.mm(a, b.t(), out_dtype=dtype)
-        return out if bias is None else out.add_(bias)
-    return torch.mm(a, b.t()) if bias is None else torch.addmm(bias.to(dtype), a, b.t())
+def _plan_high(operand: torch.dtype, bias: Tensor | None, dtype: torch.dtype) -> Callable:
+    if dtype != operand:
+
+        def widened(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+            out = torch.mm(a, b.t(), out_dtype=dtype)
+            return out if rest[2] is None else out.add_(rest[2])
+
+        return widened
+    if bias is None:
+        return lambda a, b, *_: torch.mm(a, b.t())
+    return lambda a, b, a_scale, b_scale, bias, *_: torch.addmm(bias.to(dtype), a, b.t())
 
 
 def refuses_accumulate(
@@ -136,7 +164,7 @@ def refuses_accumulate(
     return refuses(a, b, a_scale, b_scale, None, torch.float32, fast_accum)
 
 
-@gemm_accumulate_.backend("blaslt", refuses=refuses_accumulate)
+@gemm_accumulate_.backend("blaslt", refuses=refuses_accumulate, planned=True)
 def _(
     out: Tensor,
     a: Tensor,
@@ -144,5 +172,12 @@ def _(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
     fast_accum: bool = True,
-) -> None:
-    out.add_(product(a, b, a_scale, b_scale, None, torch.float32, fast_accum))
+) -> Callable:
+    product = plan(a, b, a_scale, b_scale, None, torch.float32, fast_accum)
+
+    def run(
+        out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, *_: object
+    ) -> None:
+        out.add_(product(a, b, a_scale, b_scale, None))
+
+    return run

@@ -1,6 +1,6 @@
 """One NT kernel for every precision: scales of a whole K wait for the epilogue, others are used every BK."""
 
-import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -171,53 +171,40 @@ def _scale_layout(x: Tensor, scale: Tensor | None) -> tuple[int, int, int]:
     return rows or 1, scale.stride(0) if rows else 0, along_k
 
 
-def _launch(
-    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor,
-    *, fast_accum: bool, accumulate: bool,
-) -> None:  # fmt: skip
-    if out.numel() == 0:
-        return
-    row, scaling = _kind(a, a_scale, b_scale)
-    layouts = _scale_layout(a, a_scale), _scale_layout(b, b_scale)
-    strides = *a.stride(), *b.stride(), out.stride(0)
-    launch = _plan(
-        (*a.shape, b.shape[0]),
-        strides,
-        layouts,
-        (row, scaling),
-        (a.dtype, b.dtype),
-        a.device,
-        fast_accum,
-        accumulate,
-    )
-    if scaling == "mx" and a_scale is not None and b_scale is not None:
-        a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    launch(a, b, out, a_scale, b_scale, bias)
-
-
-@functools.lru_cache(maxsize=4096)
 def _plan(
-    extents: tuple[int, int, int], strides: tuple[int, ...], layouts: tuple, kind: tuple[str, str],
-    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, fast_accum: bool, accumulate: bool,
-) -> Launch:  # fmt: skip
-    (M, K, N), (row, scaling), arch = extents, kind, hardware(device)
+    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_stride: int,
+    *, fast_accum: bool, accumulate: bool,
+) -> Callable:  # fmt: skip
+    """What multiplies operands of this kind: run(out, a, b, a_scale, b_scale, bias)."""
+    (M, K), N, arch = a.shape, b.shape[0], hardware(a.device)
+    row, scaling = _kind(a, a_scale, b_scale)
     BM, BN, BK, warps, stages = TILES.get(arch, TILES["sm90"])[row]
     if accumulate and BM * BN > 128 * 256:
         BM = 128
     if triton.cdiv(M, BM) * triton.cdiv(N, BN) < SMALL_TILES and arch != "cpu":
         BM, BN, BK, warps, stages = (SMALL_GFX942 if arch == "gfx942" else SMALL)[row]
-    (a_rows, *a_strides), (b_rows, *b_strides) = layouts
-    return Launch(
-        gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides, *a_strides, *b_strides),
+    (a_rows, *a_strides), (b_rows, *b_strides) = _scale_layout(a, a_scale), _scale_layout(b, b_scale)
+    strides = *a.stride(), *b.stride(), out_stride, *a_strides, *b_strides
+    launch = Launch(
+        gemm_kernel, (triton.cdiv(M, BM) * triton.cdiv(N, BN),), (M, N, K, *strides),
         SCALE=scaling, A_ROWS=a_rows, B_ROWS=b_rows,
-        A_FORMAT=FORMATS.get(dtypes[0]), B_FORMAT=FORMATS.get(dtypes[1]),
-        MX_NATIVE=arch != "gfx942" and set(dtypes) <= FORMATS.keys(),
+        A_FORMAT=FORMATS.get(a.dtype), B_FORMAT=FORMATS.get(b.dtype),
+        MX_NATIVE=arch != "gfx942" and {a.dtype, b.dtype} <= FORMATS.keys(),
         IMPRECISE=None if fast_accum else 0, ACCUMULATE=accumulate,
         BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
+    def run(
+        out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> None:
+        if scaling == "mx" and a_scale is not None and b_scale is not None:
+            a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+        launch(a, b, out, a_scale, b_scale, bias)
 
-@gemm.backend("triton", refuses=refuses)
+    return run if M * N else lambda *_: None
+
+
+@gemm.backend("triton", refuses=refuses, planned=True)
 def _(
     a: Tensor,
     b: Tensor,
@@ -226,10 +213,18 @@ def _(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = True,
-) -> Tensor:
-    out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
-    _launch(a, b, a_scale, b_scale, bias, out, fast_accum=fast_accum, accumulate=False)
-    return out
+) -> Callable:
+    (M, N), device = (a.shape[0], b.shape[0]), a.device
+    multiply = _plan(a, b, a_scale, b_scale, N, fast_accum=fast_accum, accumulate=False)
+
+    def run(
+        a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, *_: object
+    ) -> Tensor:
+        out = torch.empty_strided((M, N), (max(N, 1), 1), dtype=dtype, device=device)
+        multiply(out, a, b, a_scale, b_scale, bias)
+        return out
+
+    return run
 
 
 def refuses_accumulate(
@@ -240,7 +235,7 @@ def refuses_accumulate(
     return refuses(a, b, a_scale, b_scale, None, out.dtype, fast_accum)
 
 
-@gemm_accumulate_.backend("triton", refuses=refuses_accumulate)
+@gemm_accumulate_.backend("triton", refuses=refuses_accumulate, planned=True)
 def _(
     out: Tensor,
     a: Tensor,
@@ -248,5 +243,6 @@ def _(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
     fast_accum: bool = True,
-) -> None:
-    _launch(a, b, a_scale, b_scale, None, out, fast_accum=fast_accum, accumulate=True)
+) -> Callable:
+    multiply = _plan(a, b, a_scale, b_scale, out.stride(0), fast_accum=fast_accum, accumulate=True)
+    return lambda out, a, b, a_scale, b_scale, *_: multiply(out, a, b, a_scale, b_scale, None)

@@ -57,7 +57,7 @@ def measure(op: "Op", args: tuple, names: tuple[str, ...], repeats: int = 20) ->
         backend = op.load(name)
         if backend is not None and op.refusal(name, args) is None:
             scratch = tuple(copy(arg) for arg in args)
-            times[name] = median_ms(functools.partial(backend.run, *scratch), args, repeats)
+            times[name] = median_ms(functools.partial(backend.prepared(scratch), *scratch), args, repeats)
     return times
 
 

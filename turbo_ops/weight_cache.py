@@ -1,0 +1,83 @@
+"""Casts of weights, kept until the weight changes: once an optimizer step, not once a micro-batch.
+
+An entry is valid for one address, version, dtype and layout of its weight, and until `weights_changed`, which
+every `torch.optim` step calls: fused optimizers write without a new version. It holds the storage that it was
+cast from, so that `p.data = new` cannot come back to the same address. Only forwards that record gradients
+look here. A write through `p.data` itself (`p.data.add_(...)`) moves nothing that can be seen: call
+`weights_changed` after it. TURBO_CHECK_CACHE=1 casts again at each use and compares bitwise;
+TURBO_WEIGHT_CACHE=0 turns the cache off.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from turbo_ops.casting import Scaled
+
+Casts = tuple[Scaled, Scaled | None]
+
+
+class _Entry(NamedTuple):
+    key: tuple
+    casts: Casts
+    storage: Tensor  # keeps the address taken
+    dropped: weakref.ref  # removes the entry with its weight
+
+
+_ENTRIES: dict[weakref.ref, _Entry] = {}
+_FLAGS = {"TURBO_WEIGHT_CACHE": True, "TURBO_CHECK_CACHE": False}
+
+
+def kept(weight: Tensor, how: tuple, cast: Callable[[], Casts]) -> Casts:
+    """`cast()`, or what it gave before for the weight as it is; `how` says all that the cast depends on."""
+    if not _FLAGS["TURBO_WEIGHT_CACHE"] or not weight.is_leaf or weight.is_inference():
+        return cast()
+    key = weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype, how
+    name = weakref.ref(weight)  # always the same object for one weight, and no other's while it lives
+    entry = _ENTRIES.get(name)
+    if entry is None or entry.key != key:
+        dropped = weakref.ref(weight, lambda _: _ENTRIES.pop(name, None))
+        entry = _ENTRIES[name] = _Entry(key, cast(), weight.detach(), dropped)
+    elif _FLAGS["TURBO_CHECK_CACHE"]:
+        _check(entry.casts, cast())
+    return entry.casts
+
+
+def _check(casts: Casts, fresh: Casts) -> None:
+    for kept_one, right in zip(_tensors(casts), _tensors(fresh), strict=True):
+        if not torch.equal(kept_one.view(torch.uint8), right.view(torch.uint8)):
+            raise RuntimeError(
+                f"TURBO_CHECK_CACHE: the cast of a weight, {tuple(kept_one.shape)}, is stale: something "
+                "wrote through p.data; call turbo_nn.weights_changed(model) after it"
+            )
+
+
+def _tensors(casts: Casts) -> list[Tensor]:
+    return [tensor for scaled in casts if scaled for tensor in scaled if tensor is not None]
+
+
+def weights_changed(weights: Iterable[Tensor] | None = None) -> None:
+    """Forget the casts of these weights, or of all: they were written in a way that torch does not count."""
+    if weights is None:
+        _ENTRIES.clear()
+        return
+    for weight in weights:
+        _ENTRIES.pop(weakref.ref(weight), None)
+
+
+def reset() -> None:
+    """Read the environment again, and forget every cast."""
+    for name, default in (("TURBO_WEIGHT_CACHE", "1"), ("TURBO_CHECK_CACHE", "0")):
+        value = os.environ.get(name, "").strip() or default
+        if value not in ("0", "1"):
+            raise ValueError(f"{name}={value!r}: use 0 or 1, or unset it")
+        _FLAGS[name] = value == "1"
+    weights_changed()
+
+
+register_optimizer_step_post_hook(lambda *_: weights_changed())
