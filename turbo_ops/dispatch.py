@@ -86,7 +86,7 @@ class Op:
                 raise TypeError(f"{self.name}/{name} is {schema}, the contract is {self.schema}")
             run = (lambda *args: function(*args)(*args)) if planned else function
             self._backends[name] = Backend(name, run, refuses, function if planned else None)
-            return run
+            return function
 
         return attach
 

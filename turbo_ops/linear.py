@@ -8,7 +8,7 @@ Each tensor is cast from high precision, once along each axis that is needed, in
 of x is saved as wgrad's operand: 1 byte an element where wgrad is cast.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +21,19 @@ from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
 
 
-class LinearFunction(torch.autograd.Function):
-    """`shared` is a tuple of the tensor that x is a view of, where other layers may read it too."""
+class Call(NamedTuple):
+    """shared: the tensor that x is a view of, where other layers may read it too; hidden from autograd."""
 
+    recipe: Recipe
+    dtype: torch.dtype
+    recording: bool
+    shared: Tensor | None
+
+
+class LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        recipe: Recipe,
-        dtype: torch.dtype,
-        recording: bool,
-        shared: tuple[Tensor] | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        recipe, dtype, recording, shared = call
         # needs_input_grad is True for a parameter under no_grad too, and grad mode is always off in here
         need_x, need_weight = (recording and need for need in ctx.needs_input_grad[:2])
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
@@ -74,7 +73,7 @@ class LinearFunction(torch.autograd.Function):
         elif need_weight:
             grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum)
         grad_bias = grad_y.sum(0).to(bias_dtype) if need_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 _NOTHING = (None, None)
@@ -99,7 +98,7 @@ def _input_casts(
     how_t: Cast | None,
     need_t: bool,
     dtype: torch.dtype,
-    shared: tuple[Tensor] | None,
+    shared: Tensor | None,
 ) -> tuple[Scaled, Scaled | None]:
     """`_operands`, cast once for all layers that read the same activation (q, k and v; gate and up).
 
@@ -107,11 +106,10 @@ def _input_casts(
     """
     if shared is None or how is None:
         return _operands(x, how, how_t, need_t, dtype)
-    (source,) = shared
-    key = source._version, x.shape, how, how_t, dtype
-    found = getattr(source, "_turbo_casts", None)
+    key = shared._version, x.shape, how, how_t, dtype
+    found = getattr(shared, "_turbo_casts", None)
     if found is None or found[0] != key or (need_t and found[2] is None):
-        found = source._turbo_casts = key, *_operands(x, how, how_t, need_t, dtype)  # type: ignore[attr-defined]
+        found = shared._turbo_casts = key, *_operands(x, how, how_t, need_t, dtype)  # type: ignore[attr-defined]
     return found[1], found[2] if need_t else None
 
 
@@ -160,11 +158,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
         dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
     # an activation inside a graph dies with the step; a buffer of the caller's may be written unseen
-    shared = None if torch.compiler.is_compiling() or x.grad_fn is None else (x,)
-    rest = weight, bias, recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared
+    shared = None if torch.compiler.is_compiling() or x.grad_fn is None else x
+    call = Call(recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared)
     if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
-        return LinearFunction.apply(x, *rest)
-    y = LinearFunction.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), *rest)
+        return LinearFunction.apply(x, weight, bias, call)
+    y = LinearFunction.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, call)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -104,16 +104,13 @@ def plan(
     blocks = _blocks(a, b, a_scale, b_scale)
     product = _blockwise if blocks in BLOCKWISE else _whole_axis
     # what F.scaled_mm works out in 20 us of Python a call
-    facts = (
-        [[KINDS[block].value] for block in blocks]
-        if blocks in BLOCKWISE
-        else (a_scale.numel() == 1, fast_accum)
-    )
+    tensorwise = a_scale.numel() == b_scale.numel() == 1
+    kinds = [[KINDS[block].value] for block in blocks] if blocks in BLOCKWISE else (tensorwise, fast_accum)
 
     def run(
         a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *_: object
     ) -> Tensor:
-        out = product(a, b.t(), a_scale, b_scale, bias if fused else None, dtype, *facts)
+        out = product(a, b.t(), a_scale, b_scale, bias if fused else None, dtype, *kinds)
         return out if bias is None or fused else out.add_(bias)
 
     return run

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.arch import hardware
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.scale import bits_of, largest, magnitude, scale_and_inverse, spread
 from turbo_ops.device.target import refuses_device
@@ -84,7 +85,7 @@ def byte(values, inverse, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_transposed(
-    data_t, tiles, inverse, rows, cols, left_r, left_c, R, EVEN: tl.constexpr, PACK: tl.constexpr
+    data_t, tiles, inverse, groups, cols, left_r, left_c, R, EVEN: tl.constexpr, PACK: tl.constexpr
 ):  # fmt: skip
     """Cast the four and store them transposed: as words where R is a multiple of 4, else byte by byte.
 
@@ -97,14 +98,14 @@ def store_transposed(
         word |= byte(tiles[1], inverse, data_t.dtype.element_ty) << 8
         word |= byte(tiles[2], inverse, data_t.dtype.element_ty) << 16
         word |= byte(tiles[3], inverse, data_t.dtype.element_ty) << 24
-        at = data_t.to(tl.pointer_type(tl.uint32), bitcast=True) + (col * (R // 4) + (rows // 4)[None, :])
+        at = data_t.to(tl.pointer_type(tl.uint32), bitcast=True) + (col * (R // 4) + groups[None, :])
         if EVEN:
             tl.store(at, tl.trans(word))
         else:
-            tl.store(at, tl.trans(word), mask=(col < left_c) & (rows[None, :] < left_r))
+            tl.store(at, tl.trans(word), mask=(col < left_c) & (4 * groups[None, :] < left_r))
     else:
         for i in tl.static_range(4):
-            row = rows[None, :] + i
+            row = 4 * groups[None, :] + i
             cast = (tiles[i].to(tl.float32) * inverse).to(data_t.dtype.element_ty)
             tl.store(data_t + (col * R + row), tl.trans(cast), mask=(col < left_c) & (row < left_r))
 
@@ -179,9 +180,10 @@ def cast_kernel(
     tile, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
     first_r, first_c = (tile // tiles_c).to(tl.int64) * (4 * G), (tile % tiles_c).to(tl.int64) * BC
     left_r, left_c = R - first_r, C - first_c
-    rows, cols = 4 * tl.arange(0, G), tl.arange(0, BC)
+    groups, cols = tl.arange(0, G), tl.arange(0, BC)
     if WIDE:
-        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+        groups, cols = groups.to(tl.int64), cols.to(tl.int64)
+    rows = 4 * groups
     corner = x + first_r * stride_r + first_c * stride_c
     tiles = load4(corner, rows, cols, left_r, left_c, stride_r, stride_c, EVEN)
     if data is not None:
@@ -208,13 +210,13 @@ def cast_kernel(
             whole, inverse = scale_and_inverse(found, LIMIT, False)
             if tile == 0:
                 tl.store(scale_t, whole)
-            store_transposed(out, tiles, inverse, rows, cols, left_r, left_c, R, EVEN, PACK)
+            store_transposed(out, tiles, inverse, groups, cols, left_r, left_c, R, EVEN, PACK)
         else:
             found = tl.load(amax_t + first_c + cols, mask=cols < left_c, other=0)
             col_scale, inverse = scale_and_inverse(found.to(tl.float32, bitcast=True), LIMIT, False)
             if first_r == 0:
                 tl.store(scale_t + first_c + cols, col_scale, mask=cols < left_c)
-            store_transposed(out, tiles, inverse[None, :], rows, cols, left_r, left_c, R, EVEN, PACK)
+            store_transposed(out, tiles, inverse[None, :], groups, cols, left_r, left_c, R, EVEN, PACK)
 
 
 @triton.jit
@@ -288,7 +290,7 @@ def store_row_blocks(
 
 @triton.jit
 def store_col_blocks(
-    data_t, scale_t, tiles, rows, cols, left_r, left_c, R, scale_r, scale_c,
+    data_t, scale_t, tiles, groups, cols, left_r, left_c, R, scale_r, scale_c,
     LIMIT: tl.constexpr, E8M0: tl.constexpr, B: tl.constexpr, EVEN: tl.constexpr, PACK: tl.constexpr,
     G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -305,7 +307,7 @@ def store_col_blocks(
         inside = (blocks[:, None] * B < left_r) & (cols[None, :] < left_c)
         tl.store(scale_t + cols[None, :] * scale_r + blocks[:, None] * scale_c, block_scale, inside)
         inverse = tl.reshape(tl.broadcast_to(inverse[:, None, :], (4 * G // B, B // 4, BC)), (G, BC))
-    store_transposed(data_t, tiles, inverse, rows, cols, left_r, left_c, R, EVEN, PACK)
+    store_transposed(data_t, tiles, inverse, groups, cols, left_r, left_c, R, EVEN, PACK)
 
 
 @triton.jit
@@ -318,9 +320,10 @@ def block_cast_kernel(
     tile, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
     first_r, first_c = (tile // tiles_c).to(tl.int64) * (4 * G), (tile % tiles_c).to(tl.int64) * BC
     left_r, left_c = R - first_r, C - first_c
-    rows, cols = 4 * tl.arange(0, G), tl.arange(0, BC)
+    groups, cols = tl.arange(0, G), tl.arange(0, BC)
     if WIDE:
-        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+        groups, cols = groups.to(tl.int64), cols.to(tl.int64)
+    rows = 4 * groups
     corner = x + first_r * stride_r + first_c * stride_c
     tiles = load4(corner, rows, cols, left_r, left_c, stride_r, stride_c, EVEN)
     if data is not None:
@@ -342,10 +345,10 @@ def block_cast_kernel(
             found = tl.reduce(largest4(tiles[0], tiles[1], tiles[2], tiles[3]), 0, largest)
             block_scale, inverse = scale_and_inverse(tl.reduce(found, 0, largest), LIMIT, E8M0)
             tl.store(scale_t + first_c // B * scale_t_r + first_r // B * scale_t_c, block_scale)
-            store_transposed(out, tiles, inverse, rows, cols, left_r, left_c, R, EVEN, PACK)
+            store_transposed(out, tiles, inverse, groups, cols, left_r, left_c, R, EVEN, PACK)
         else:
             store_col_blocks(
-                out, scale_t + first_c * scale_t_r + first_r // B * scale_t_c, tiles, rows, cols, left_r,
+                out, scale_t + first_c * scale_t_r + first_r // B * scale_t_c, tiles, groups, cols, left_r,
                 left_c, R, scale_t_r, scale_t_c, LIMIT, E8M0, B, EVEN, PACK, G, BC,
             )  # fmt: skip
 
@@ -516,6 +519,8 @@ def _plan_blockwise(layout: Layout) -> Plan:
     layouts = scale_layout(rows, cols, *layout.block), scale_layout(cols, rows, *layout.block)
     scale_strides = [stride for _, strides in layouts for stride in strides]
     grid, facts = layout.tiles(128, 128)
+    if not e8m0 and hardware(layout.device).startswith("sm"):
+        facts |= {"maxnreg": 168}  # three programs a multiprocessor; ptxas would take 228, and two fit
     cast = Launch(
         block_cast_kernel, grid, (*layout.extents, *layout.strides, *scale_strides),
         LIMIT=layout.limit, E8M0=e8m0, B=block, SQUARE=block_rows == block, **facts, num_warps=4,

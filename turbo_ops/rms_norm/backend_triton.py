@@ -1,6 +1,7 @@
 """A row per step; rows up to MAX_BLOCK wide stay in registers, so x is read once."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -73,42 +74,43 @@ def rms_norm_bwd_kernel(
     tl.store(partial + program.to(tl.int64) * D + cols, grad_gain, mask=inside)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(kernel: object, programs: int, scalars: tuple, round_first: bool, device: torch.device) -> Launch:
+def _launch(kernel: object, programs: int, scalars: tuple, round_first: bool) -> Launch:
     block = triton.next_power_of_2(scalars[-1])
-    return Launch(
-        kernel,
-        (programs,),
-        scalars,
-        ROUND_FIRST=round_first,
-        BLOCK=block,
-        num_warps=min(max(block // 1024, 1), 16),
-    )
+    warps = min(max(block // 1024, 1), 16)
+    return Launch(kernel, (programs,), scalars, ROUND_FIRST=round_first, BLOCK=block, num_warps=warps)
 
 
-@rms_norm_fwd.backend("triton", refuses=refuses)
-def _(
-    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, round_first: bool = False
-) -> tuple[Tensor, Tensor]:
+@rms_norm_fwd.backend("triton", refuses=refuses, planned=True)
+def _(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, round_first: bool = False) -> Callable:
     rows, width = x.shape
     dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
-    y, rstd = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        _plan(rms_norm_fwd_kernel, rows, (eps, offset, width), round_first, x.device)(x, weight, y, rstd)
-    return y, rstd
+    launch = _launch(rms_norm_fwd_kernel, rows, (eps, offset, width), round_first)
+
+    def run(x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        y, rstd = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
+        if rows:
+            launch(x, weight, y, rstd)
+        return y, rstd
+
+    return run
 
 
-@rms_norm_bwd.backend("triton", refuses=refuses_bwd)
+@rms_norm_bwd.backend("triton", refuses=refuses_bwd, planned=True)
 def _(
     grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, round_first: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> Callable:
     rows, width = x.shape
-    grad_x, programs = torch.empty_like(x), min(rows, _programs(x.device))
-    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    if rows:
-        launch = _plan(rms_norm_bwd_kernel, programs, (offset, rows, width), round_first, x.device)
-        launch(grad_y, x, weight, rstd, grad_x, partial)
-    return grad_x, partial.sum(0).to(weight.dtype)
+    programs, dtype = min(rows, _programs(x.device)), weight.dtype
+    launch = _launch(rms_norm_bwd_kernel, programs, (offset, rows, width), round_first)
+
+    def run(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        grad_x = torch.empty_like(x)
+        partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+        if rows:
+            launch(grad_y, x, weight, rstd, grad_x, partial)
+        return grad_x, partial.sum(0).to(dtype)
+
+    return run
 
 
 @functools.lru_cache(maxsize=64)
