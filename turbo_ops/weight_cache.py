@@ -1,5 +1,6 @@
 """Casts of weights, kept until the weight changes: once an optimizer step, not once a micro-batch.
 
+A weight whose last step had one forward only is not kept, since 1 byte an element would be kept for nothing.
 An entry is valid for one address, version, dtype and layout of its weight, and until `weights_changed`, which
 every `torch.optim` step calls: fused optimizers write without a new version. It holds the storage that it was
 cast from, so that `p.data = new` cannot come back to the same address. Only forwards that record gradients
@@ -11,7 +12,6 @@ TURBO_WEIGHT_CACHE=0 turns the cache off.
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,21 @@ from turbo_ops.casting import Scaled
 Casts = tuple[Scaled, Scaled | None]
 
 
-class _Entry(NamedTuple):
-    key: tuple
-    casts: Casts
-    storage: Tensor  # keeps the address taken
-    dropped: weakref.ref  # removes the entry with its weight
+class _Entry:
+    """Of one weight: its casts, what they were made of, and how often they were wanted since the last step."""
+
+    def __init__(self, weight: Tensor, name: weakref.ref):
+        self.dropped = weakref.ref(
+            weight, lambda _: _ENTRIES.pop(name, None)
+        )  # the entry dies with its weight
+        self.wanted_before = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.key: tuple | None = None
+        self.casts: Casts | None = None
+        self.storage: Tensor | None = None  # keeps the address taken
+        self.wanted = 0
 
 
 _ENTRIES: dict[weakref.ref, _Entry] = {}
@@ -40,12 +50,20 @@ def kept(weight: Tensor, how: tuple, cast: Callable[[], Casts]) -> Casts:
     key = weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype, how
     name = weakref.ref(weight)  # always the same object for one weight, and no other's while it lives
     entry = _ENTRIES.get(name)
-    if entry is None or entry.key != key:
-        dropped = weakref.ref(weight, lambda _: _ENTRIES.pop(name, None))
-        entry = _ENTRIES[name] = _Entry(key, cast(), weight.detach(), dropped)
-    elif _FLAGS["TURBO_CHECK_CACHE"]:
-        _check(entry.casts, cast())
-    return entry.casts
+    if entry is None:
+        entry = _ENTRIES[name] = _Entry(weight, name)
+    if entry.key != key:
+        entry.forget()
+        entry.key = key
+    entry.wanted += 1
+    if entry.casts is not None:
+        if _FLAGS["TURBO_CHECK_CACHE"]:
+            _check(entry.casts, cast())
+        return entry.casts
+    casts = cast()
+    if entry.wanted > 1 or entry.wanted_before > 1:
+        entry.casts, entry.storage = casts, weight.detach()
+    return casts
 
 
 def _check(casts: Casts, fresh: Casts) -> None:
@@ -63,11 +81,10 @@ def _tensors(casts: Casts) -> list[Tensor]:
 
 def weights_changed(weights: Iterable[Tensor] | None = None) -> None:
     """Forget the casts of these weights, or of all: they were written in a way that torch does not count."""
-    if weights is None:
-        _ENTRIES.clear()
-        return
-    for weight in weights:
-        _ENTRIES.pop(weakref.ref(weight), None)
+    names = list(_ENTRIES) if weights is None else map(weakref.ref, weights)
+    for entry in filter(None, map(_ENTRIES.get, names)):
+        entry.wanted_before = entry.wanted
+        entry.forget()
 
 
 def reset() -> None:
@@ -77,7 +94,7 @@ def reset() -> None:
         if value not in ("0", "1"):
             raise ValueError(f"{name}={value!r}: use 0 or 1, or unset it")
         _FLAGS[name] = value == "1"
-    weights_changed()
+    _ENTRIES.clear()
 
 
 register_optimizer_step_post_hook(lambda *_: weights_changed())
