@@ -1,5 +1,6 @@
 """The named recipes, and policies: which layer gets which recipe."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,18 @@ def test_the_named_recipes() -> None:
         "fp8_blockwise": [(tile, square), (tile, square), (tile, tile)],
         "mxfp8": [(mx, mx)] * 3,
     }
-    assert set(RECIPES) == {"bf16", "fp8_tensorwise", *e4m3}
+    assert set(RECIPES) == {"bf16", "fp8_tensorwise", "fp8_delayed", *e4m3}
     assert not RECIPES["bf16"].casts
     for name, blocks in e4m3.items():
         scale = "e8m0" if name == "mxfp8" else "fp32"
         gemms = [Gemm(*(Cast("e4m3", b, scale) for b in pair)) if pair else Gemm() for pair in blocks]
         assert RECIPES[name] == Recipe(*gemms), name
-    tensorwise = RECIPES["fp8_tensorwise"]
+    delayed, tensorwise = RECIPES["fp8_delayed"], RECIPES["fp8_tensorwise"]
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        for side in ("lhs", "rhs"):
+            cast = getattr(getattr(delayed, gemm), side)
+            assert cast.history == 16
+            assert replace(cast, history=0) == getattr(getattr(tensorwise, gemm), side)
     dtypes = [(g.lhs.dtype, g.rhs.dtype) for g in (tensorwise.fprop, tensorwise.dgrad, tensorwise.wgrad)]
     assert dtypes == [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e4m3")]
 

@@ -2,6 +2,7 @@
 
 from turbo_nn.linear import Linear, weights_changed
 from turbo_nn.patch import RULES, patch, unpatch
+from turbo_nn.recipe_state import RecipeState, load_recipe_state, recipe_state
 from turbo_nn.recipes import RECIPES, Policy, load_policy
 from turbo_nn.report import LeftError, Report, Verdict
 from turbo_nn.rms_norm import RMSNorm
@@ -19,12 +20,15 @@ __all__ = [
     "Probe",
     "RMSNorm",
     "Recipe",
+    "RecipeState",
     "Report",
     "Rule",
     "Twin",
     "Verdict",
     "load_policy",
+    "load_recipe_state",
     "patch",
+    "recipe_state",
     "unpatch",
     "weights_changed",
 ]

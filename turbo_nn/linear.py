@@ -29,6 +29,8 @@ class Linear(nn.Linear):
     """
 
     recipe: Recipe
+    # No buffer: .half() would round it, and DistributedDataParallel would broadcast it at each step.
+    amax_history: Tensor | None = None
 
     def __init__(
         self,
@@ -44,7 +46,14 @@ class Linear(nn.Linear):
         self.recipe = layer_recipe(recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        return turbo_ops.linear(x, self.weight, self.bias, self.recipe)
+        history = self._history(x.device) if self.recipe.history else None
+        return turbo_ops.linear(x, self.weight, self.bias, self.recipe, history)
+
+    def _history(self, device: torch.device) -> Tensor:
+        history = self.amax_history
+        if history is None or history.device != device or history.shape[1] != self.recipe.history + 1:
+            history = self.amax_history = turbo_ops.new_history(self.recipe.history, device)
+        return turbo_ops.track_history(history)  # a deepcopy's or a pickle's is not known yet
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={name_of(self.recipe)}"
@@ -119,7 +128,9 @@ def _probe(module: nn.Module) -> list[Probe]:
 RULE = Rule(
     "linear",
     match=lambda module: isinstance(module, nn.Linear) or _is_conv1d(module),
-    convert=lambda module, recipe: [Twin(twin_class(type(module)), {"recipe": recipe})],  # type: ignore[arg-type]
+    convert=lambda module, recipe: [
+        Twin(twin_class(type(module)), {"recipe": recipe, "amax_history": None})  # type: ignore[arg-type]
+    ],
     probe=_probe,
     refuses=_refuses,
     small=_small,

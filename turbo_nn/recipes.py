@@ -22,6 +22,9 @@ BF16 = Recipe()
 """No casts: every GEMM in the precision of its operands."""
 FP8_TENSORWISE = Recipe(Gemm(_TENSOR, _TENSOR), Gemm(_WIDE_TENSOR, _TENSOR), Gemm(_WIDE_TENSOR, _TENSOR))
 """One scale a tensor; E4M3 forward, E5M2 for grad_output ("hybrid", arXiv 2209.05433)."""
+_DELAYED, _WIDE_DELAYED = Cast("e4m3", (0, 0), history=16), Cast("e5m2", (0, 0), history=16)
+FP8_DELAYED = Recipe(Gemm(_DELAYED, _DELAYED), Gemm(_WIDE_DELAYED, _DELAYED), Gemm(_WIDE_DELAYED, _DELAYED))
+"""`fp8_tensorwise` with the largest amax of 16 steps for scale: tensors are read once (arXiv 2209.05433)."""
 FP8_ROWWISE = Recipe(Gemm(_ROW, _ROW), Gemm(_ROW, _ROW), Gemm(_ROW, _ROW))
 """One scale a row of every operand, E4M3 throughout (torchao's `rowwise`)."""
 FP8_ROWWISE_HP_WGRAD = Recipe(Gemm(_ROW, _ROW), Gemm(_ROW, _ROW))
@@ -34,6 +37,7 @@ MXFP8 = Recipe(Gemm(_MX, _MX), Gemm(_MX, _MX), Gemm(_MX, _MX))
 RECIPES: dict[str, Recipe] = {
     "bf16": BF16,
     "fp8_tensorwise": FP8_TENSORWISE,
+    "fp8_delayed": FP8_DELAYED,
     "fp8_rowwise": FP8_ROWWISE,
     "fp8_rowwise_hp_wgrad": FP8_ROWWISE_HP_WGRAD,
     "fp8_blockwise": FP8_BLOCKWISE,

@@ -1,6 +1,7 @@
 """Differentiable ops with interchangeable backends, for training in low precision."""
 
 from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
+from turbo_ops.delayed import new_history, reduce_amax_over, restore_history, track_history
 from turbo_ops.dispatch import UnsupportedError, explain, force, reset
 from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
@@ -25,10 +26,14 @@ __all__ = [
     "gemm_accumulate_",
     "linear",
     "linear_backends",
+    "new_history",
     "quantize",
     "quantize_both",
+    "reduce_amax_over",
     "reset",
+    "restore_history",
     "rms_norm",
     "rms_norm_backend",
+    "track_history",
     "weights_changed",
 ]

@@ -1,5 +1,6 @@
 """The vocabulary of low precision: a Cast says how, Scaled is the result, and real = data * scale."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
+INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of an amax history
 SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.float8_e8m0fnu}
 
 
@@ -18,11 +20,13 @@ class Cast:
     block: (rows, contracted) extent that shares one scale, 0 = the whole axis: (0, 0) tensorwise,
         (1, 0) rowwise, (1, 128) and (128, 128) blockwise, (1, 32) MX (OCP Microscaling Formats v1.0).
     scale_dtype: "fp32", or "e8m0" (a power of two, rounded up so that nothing saturates; arXiv 2506.08027).
+    history: optimizer steps whose largest amax gives the scale (`delayed`), 0 = the tensor's own amax.
     """
 
     dtype: str
     block: tuple[int, int]
     scale_dtype: str = "fp32"
+    history: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("e4m3", "e5m2"):
@@ -35,6 +39,10 @@ class Cast:
             raise ValueError(
                 f"Cast: scale_dtype {self.scale_dtype!r} with block {self.block}: e8m0 goes with (1, 32)"
             )
+        if not isinstance(self.history, int) or self.history < 0:
+            raise ValueError(f"Cast.history={self.history!r}: use a number of steps, 0 for none")
+        if self.history and tuple(self.block) != (0, 0):
+            raise ValueError(f"Cast: history {self.history} with block {self.block}: it goes with (0, 0)")
         object.__setattr__(self, "block", tuple(self.block))
 
 
@@ -71,12 +79,20 @@ class Recipe:
         """Whether any GEMM is cast."""
         return any(gemm.lhs is not None for gemm in (self.fprop, self.dgrad, self.wgrad))
 
+    @functools.cached_property
+    def history(self) -> int:
+        """The longest history that a cast asks for."""
+        casts = [c for gemm in (self.fprop, self.dgrad, self.wgrad) for c in (gemm.lhs, gemm.rhs) if c]
+        return max((cast.history for cast in casts), default=0)
+
     def __str__(self) -> str:
         lines = []
         for name in ("fprop", "dgrad", "wgrad"):
             gemm = getattr(self, name)
             cells = [
-                f"{c.dtype} {c.block} {c.scale_dtype}" if c else "high precision"
+                f"{c.dtype} {c.block} {c.scale_dtype}{f' history {c.history}' if c.history else ''}"
+                if c
+                else "high precision"
                 for c in (gemm.lhs, gemm.rhs)
             ]
             lines.append(f"{name}  {cells[0]:22} {cells[1]:22}")
@@ -88,3 +104,23 @@ class Scaled(NamedTuple):
 
     data: Tensor
     scale: Tensor | None = None
+
+
+class AmaxRow:
+    """The row of an amax history (`delayed`) that a cast reads and notes its tensor in."""
+
+    __slots__ = ("history", "row")
+
+    def __init__(self, history: Tensor, row: int):
+        self.history, self.row = history, row
+
+    @property
+    def known(self) -> bool:
+        """Whether the history has moved on once: until then a cast looks for amax itself and notes it."""
+        return getattr(self.history, "moved", False)
+
+    def note(self, x: Tensor) -> None:
+        """Gather the amax of a tensor that was cast without the history."""
+        if x.numel():
+            slot = self.history[self.row, 0]
+            torch.maximum(slot, x.detach().abs().amax().float(), out=slot)

@@ -1,6 +1,10 @@
 """The only file that talks to other ranks. Nothing here runs inside a contract."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
@@ -21,3 +25,10 @@ def agreed(key: str) -> str | None:
         return None
     store = distributed_c10d._get_default_store()
     return store.get(f"turbo_ops/{key}").decode() if store.check([f"turbo_ops/{key}"]) else None
+
+
+def all_reduce_max(values: Tensor, group: Any) -> Tensor:
+    """The largest value of any rank, NaN above all."""
+    bits = values.view(torch.int32)  # magnitudes order like their bits; collectives may drop NaN
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return bits.view(torch.float32)

@@ -16,34 +16,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
 from turbo_ops import weight_cache
-from turbo_ops.casting import Cast, Recipe, Scaled
+from turbo_ops.casting import GRAD_OUTPUT, INPUT, WEIGHT, AmaxRow, Cast, Recipe, Scaled
 from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
 
 
 class Call(NamedTuple):
-    """shared: the tensor that x is a view of, where other layers may read it too; hidden from autograd."""
+    """All but the tensors to differentiate. shared: what x is a view of, which other layers may read too."""
 
     recipe: Recipe
     dtype: torch.dtype
     recording: bool
     shared: Tensor | None
+    history: Tensor | None
+
+    def amax(self, row: int) -> AmaxRow | None:
+        return None if self.history is None else AmaxRow(self.history, row)
 
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        recipe, dtype, recording, shared = call
+        recipe, dtype, recording, *_ = call
         # needs_input_grad is True for a parameter under no_grad too, and grad mode is always off in here
         need_x, need_weight = (recording and need for need in ctx.needs_input_grad[:2])
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
-        lhs, x_t = _input_casts(x, fprop.lhs, wgrad.rhs, need_weight, dtype, shared)
+        lhs, x_t = _input_casts(x, fprop.lhs, wgrad.rhs, need_weight, call)
         # a frozen weight keeps one orientation: backward casts the other from the weight itself
         frozen = need_x and not weight.requires_grad and dgrad.rhs is not None
-        rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not frozen, dtype, recording)
+        rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not frozen, call)
         weight_t = Scaled(weight) if frozen else weight_t
         ctx.save_for_backward(*(x_t or _NOTHING), *(weight_t or _NOTHING))
-        ctx.recipe, ctx.frozen = recipe, frozen
+        ctx.call, ctx.frozen = call._replace(shared=None), frozen
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.weight = weight if need_weight and getattr(weight, "main_grad", None) is not None else None
         bias = None if bias is None else bias.to(dtype)
@@ -56,17 +60,17 @@ class LinearFunction(torch.autograd.Function):
         x_t, weight_t = Scaled(*saved[:2]), Scaled(*saved[2:])
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dgrad, wgrad = ctx.recipe.dgrad, ctx.recipe.wgrad
+        dgrad, wgrad, amax = ctx.call.recipe.dgrad, ctx.call.recipe.wgrad, ctx.call.amax(GRAD_OUTPUT)
         grad_x = grad_weight = None
         if need_x and need_weight:
-            grad, grad_t = cast_both(grad_y, dgrad.lhs, wgrad.lhs)
+            grad, grad_t = cast_both(grad_y, dgrad.lhs, wgrad.lhs, amax)
         elif need_x:
-            grad = cast(grad_y, dgrad.lhs)
+            grad = cast(grad_y, dgrad.lhs, amax)
         elif need_weight:
-            grad_t = cast(grad_y.t(), wgrad.lhs)
+            grad_t = cast(grad_y.t(), wgrad.lhs, amax)
         if need_x:
             if ctx.frozen:
-                weight_t = cast(weight_t.data.t(), dgrad.rhs)
+                weight_t = cast(weight_t.data.t(), dgrad.rhs, ctx.call.amax(WEIGHT))
             grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum)
         if ctx.weight is not None:
             grad_weight = _into_main_grad(ctx.weight, grad_t, x_t, wgrad.fast_accum)
@@ -81,46 +85,46 @@ HIGH_PRECISION = Recipe()
 
 
 def _operands(
-    x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype
+    x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype, amax: AmaxRow | None
 ) -> tuple[Scaled, Scaled | None]:
     """x cast along its last axis, x.t() along its own where backward needs it; uncast, in `dtype`."""
     if need_t and how is not None and how == how_t:
-        return cast_both(x, how, how_t)
-    operand = cast(x if how else x.to(dtype), how)
+        return cast_both(x, how, how_t, amax)
+    operand = cast(x if how else x.to(dtype), how, amax)
     if not need_t:
         return operand, None
-    return operand, cast(x.t() if how_t else x.to(dtype).t(), how_t)
+    return operand, cast(x.t() if how_t else x.to(dtype).t(), how_t, amax)
 
 
 def _input_casts(
-    x: Tensor,
-    how: Cast | None,
-    how_t: Cast | None,
-    need_t: bool,
-    dtype: torch.dtype,
-    shared: Tensor | None,
+    x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, call: Call
 ) -> tuple[Scaled, Scaled | None]:
     """`_operands`, cast once for all layers that read the same activation (q, k and v; gate and up).
 
     The casts are an attribute of the activation, with its version: they die with it.
     """
+    amax, shared = call.amax(INPUT), call.shared
     if shared is None or how is None:
-        return _operands(x, how, how_t, need_t, dtype)
-    key = shared._version, x.shape, how, how_t, dtype
+        return _operands(x, how, how_t, need_t, call.dtype, amax)
+    key = shared._version, x.shape, how, how_t, call.dtype
     found = getattr(shared, "_turbo_casts", None)
     if found is None or found[0] != key or (need_t and found[2] is None):
-        found = shared._turbo_casts = key, *_operands(x, how, how_t, need_t, dtype)  # type: ignore[attr-defined]
+        found = key, *_operands(x, how, how_t, need_t, call.dtype, amax)
+        shared._turbo_casts = found  # type: ignore[attr-defined]
     return found[1], found[2] if need_t else None
 
 
 def _weight_casts(
-    weight: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype, recording: bool
+    weight: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, call: Call
 ) -> tuple[Scaled, Scaled | None]:
     """`_operands`, cast once for all micro-batches of a step."""
-    if how is None or not recording or torch.compiler.is_compiling():
-        return _operands(weight, how, how_t, need_t, dtype)
+    amax = call.amax(WEIGHT)
+    if how is None or not call.recording or torch.compiler.is_compiling():
+        return _operands(weight, how, how_t, need_t, call.dtype, amax)
     return weight_cache.kept(
-        weight, (how, how_t, need_t, dtype), lambda: _operands(weight, how, how_t, need_t, dtype)
+        weight,
+        (how, how_t, need_t, call.dtype),
+        lambda: _operands(weight, how, how_t, need_t, call.dtype, amax),
     )
 
 
@@ -139,11 +143,18 @@ def _into_main_grad(weight: Any, grad_t: Scaled, x_t: Scaled, fast_accum: bool) 
     return main_grad.new_zeros((), dtype=weight.dtype).expand(weight.shape)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe | None = None,
+    history: Tensor | None = None,
+) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias [out] -> [..., out], differentiable once in all three.
 
     The output has x's dtype, or autocast's; gradients have their tensors' dtypes. recipe None means no casts.
-    Any extents, 0 and 1 included. Raises ValueError where shapes or, outside autocast, dtypes disagree.
+    history: the layer's own `delayed.new_history`, for a recipe that asks for one. Any extents, 0 and 1
+    included. Raises ValueError where shapes or, outside autocast, dtypes disagree, or a history is missing.
     """
     if x.shape[-1] != weight.shape[-1] or weight.ndim != 2:
         raise ValueError(
@@ -159,7 +170,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
     # an activation inside a graph dies with the step; a buffer of the caller's may be written unseen
     shared = None if torch.compiler.is_compiling() or x.grad_fn is None else x
-    call = Call(recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared)
+    call = Call(recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared, history)
     if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
         return LinearFunction.apply(x, weight, bias, call)
     y = LinearFunction.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, call)

@@ -23,7 +23,7 @@ Casts = tuple[Scaled, Scaled | None]
 
 
 class _Entry:
-    """Of one weight: its casts, what they were made of, and how often they were wanted since the last step."""
+    """Of one weight: its casts, what they were made of, how often they were wanted since the last step."""
 
     def __init__(self, weight: Tensor, name: weakref.ref):
         self.dropped = weakref.ref(

@@ -1,3 +1,21 @@
-from turbo_ops.quantize.op import cast, cast_arguments, cast_both, dequantize, quantize, quantize_both
+from turbo_ops.quantize.op import (
+    cast,
+    cast_arguments,
+    cast_both,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_both_delayed,
+    quantize_delayed,
+)
 
-__all__ = ["cast", "cast_arguments", "cast_both", "dequantize", "quantize", "quantize_both"]
+__all__ = [
+    "cast",
+    "cast_arguments",
+    "cast_both",
+    "dequantize",
+    "quantize",
+    "quantize_both",
+    "quantize_both_delayed",
+    "quantize_delayed",
+]

@@ -54,6 +54,35 @@ def quantize(size: str, device: torch.device) -> dict:
 quantize_both = quantize
 
 
+def quantize_delayed(size: str, device: torch.device) -> dict:
+    """Histories that know nothing, that fit x, and that are too small for it."""
+    found, pasts = {}, {"unknown": 0.0, "fits": 9.0, "overflows": 0.5}
+    for name in ("e4m3", "e5m2") if size == "test" else ("e4m3",):
+        for shape in SHAPES[size]:
+            for past, amax in pasts.items() if size == "test" else (("fits", 9.0),):
+                x = partial(_normal, shape, torch.bfloat16, device)
+                make = partial(_delayed, x, amax, fp8_dtype(name, device))
+                found[f"{name}-{shape[0]}x{shape[1]}-{past}"] = make
+    if size == "test":
+        e4m3 = fp8_dtype("e4m3", device)
+        inputs: dict[str, Callable[[], Tensor]] = {
+            "130x200-fp32": partial(_normal, (130, 200), torch.float32, device),
+            "200x130-transposed": lambda: _normal((130, 200), torch.bfloat16, device).t(),
+            **{f"70x140-{n}": partial(_special, v, device) for n, v in SPECIAL.items()},
+        }
+        found |= {f"e4m3-{n}": partial(_delayed, x, 9.0, e4m3) for n, x in inputs.items()}
+    return found
+
+
+quantize_both_delayed = quantize_delayed
+
+
+def _delayed(x: Callable[[], Tensor], amax: float, dtype: torch.dtype) -> tuple:
+    history = torch.zeros(3, 17, device=(values := x()).device)
+    history[1, 3:5] = torch.tensor([amax, amax / 2])
+    return values, history, 1, dtype
+
+
 def dequantize(size: str, device: torch.device) -> dict:
     from turbo_ops.quantize.op import quantize as contract
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from turbo_ops.arch import fp8_dtype
-from turbo_ops.casting import SCALE_DTYPES, Cast, Scaled
+from turbo_ops.casting import GRAD_OUTPUT, SCALE_DTYPES, AmaxRow, Cast, Scaled
 from turbo_ops.dispatch import op
 
 # Keeps amax / limit and limit / amax normal fp32 numbers for every FP8 type (limits 2^7.9 .. 2^15.8).
@@ -39,10 +39,38 @@ def quantize_both(
     return *quantize.reference(x, *args), *quantize.reference(x.t(), *args)
 
 
+@op("triton", mutates=("history",))
+def quantize_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`quantize(x)`, tensorwise, by the largest amax of the steps before: history[row, 1:] (`delayed`).
+
+    Past the limit data saturates; what is not finite becomes NaN. x's own amax goes into history[row, 0], and
+    gives the scale where the row is all 0.
+    """
+    return _delayed(x, history, row, dtype)
+
+
+@op("triton", mutates=("history",))
+def quantize_both_delayed(
+    x: Tensor, history: Tensor, row: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_delayed(x)` and of x.t(), from one read of x [R, C]: data, scale, data_t [C, R], scale_t."""
+    data, scale = _delayed(x, history, row, dtype)
+    return data, scale, data.t().clone(memory_format=torch.contiguous_format), scale.clone()
+
+
 @op("triton")
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """data [R, C] of FP8 times scale (one entry per block, see `casting.Cast`) -> [R, C] of `dtype`."""
     return (data.float() * expand_scale(scale, *data.shape)).to(dtype).contiguous()
+
+
+def _delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    limit = torch.finfo(dtype).max
+    own, past = F.pad(x.float().abs().flatten(), (0, 1)).amax(), history[row, 1:].amax()
+    scale, inverse = _scale(torch.where(past == 0, own, past).view(1, 1), limit, torch.float32)
+    data = torch.where(x.isinf(), torch.nan, x.float() * inverse).clamp(-limit, limit)
+    history[row, 0] = torch.maximum(history[row, 0], own)
+    return data.to(dtype).contiguous(), scale
 
 
 def _blocks(x: Tensor, block_rows: int, block_cols: int) -> tuple[Tensor, int, int]:
@@ -116,17 +144,41 @@ def expand_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
     return scale
 
 
-def cast(x: Tensor, how: Cast | None) -> Scaled:
-    """x [R, C] cast by `how`, blocks along its last axis; None keeps it as it is."""
-    return Scaled(*quantize(x, *cast_arguments(x, how))) if how else Scaled(x)
+def cast(x: Tensor, how: Cast | None, amax: AmaxRow | None = None) -> Scaled:
+    """x [R, C] cast by `how`, blocks along its last axis; None keeps it as it is. amax: of a delayed cast."""
+    if how is None:
+        return Scaled(x)
+    past = _past(x, how, amax) if how.history else None
+    if past is None:
+        return Scaled(*quantize(x, *cast_arguments(x, how)))
+    return Scaled(*quantize_delayed(x, past.history, past.row, fp8_dtype(how.dtype, x.device)))
 
 
-def cast_both(x: Tensor, how: Cast | None, how_t: Cast | None) -> tuple[Scaled, Scaled]:
+def cast_both(
+    x: Tensor, how: Cast | None, how_t: Cast | None, amax: AmaxRow | None = None
+) -> tuple[Scaled, Scaled]:
     """x [R, C] cast by `how` along C, and x.t() by `how_t` along R; one read where the casts are the same."""
     if how is None or how != how_t:
-        return cast(x, how), cast(x.t(), how_t)
-    data, scale, data_t, scale_t = quantize_both(x, *cast_arguments(x, how))
+        return cast(x, how, amax), cast(x.t(), how_t, amax)
+    past = _past(x, how, amax) if how.history else None
+    if past is None:
+        data, scale, data_t, scale_t = quantize_both(x, *cast_arguments(x, how))
+    else:
+        dtype = fp8_dtype(how.dtype, x.device)
+        data, scale, data_t, scale_t = quantize_both_delayed(x, past.history, past.row, dtype)
     return Scaled(data, scale), Scaled(data_t, scale_t)
+
+
+def _past(x: Tensor, how: Cast, amax: AmaxRow | None) -> AmaxRow | None:
+    """The row to cast x by; None, with x noted in it, where it knows nothing yet."""
+    if amax is None:
+        raise ValueError(f"a cast with a history of {how.history} steps needs one: use turbo_nn.Linear")
+    if torch.compiler.is_compiling():  # which has no graph for a backward that writes what forward was given
+        return None if amax.row == GRAD_OUTPUT else amax
+    if amax.known:
+        return amax
+    amax.note(x)
+    return None
 
 
 def cast_arguments(x: Tensor, how: Cast) -> tuple[torch.dtype, int, int, torch.dtype]:

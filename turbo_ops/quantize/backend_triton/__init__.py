@@ -1,0 +1,131 @@
+"""Casts that read a tensor once and write one orientation or both."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turbo_ops.device.launch import Launch
+from turbo_ops.device.target import refuses_device
+from turbo_ops.quantize.backend_triton.blocks import plan_blockwise
+from turbo_ops.quantize.backend_triton.layout import Layout, Plan
+from turbo_ops.quantize.backend_triton.whole_axis import (
+    plan_delayed,
+    plan_rows,
+    plan_rowwise,
+    plan_tensorwise,
+)
+from turbo_ops.quantize.op import (
+    block_of,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_both_delayed,
+    quantize_delayed,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuses(
+    x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+) -> str | None:
+    if x.ndim != 2 or x.dtype not in DTYPES:
+        return f"x must be 2-D of fp32, bf16 or fp16, is {x.ndim}-D of {x.dtype}"
+    block = (block_rows, block_cols, scale_dtype == torch.float8_e8m0fnu)
+    if block not in ((0, 0, False), (1, 0, False), (1, 128, False), (128, 128, False), (1, 32, True)):
+        return f"no kernel for blocks of {block_rows}x{block_cols} with {scale_dtype} scales"
+    return refuses_device(x, dtype)
+
+
+def refuses_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> str | None:
+    if dtype not in DTYPES:
+        return f"dtype must be fp32, bf16 or fp16, is {dtype}"
+    return refuses_device(data, data.dtype)
+
+
+@triton.jit
+def dequantize_kernel(
+    data, scale, out, R, C, stride_r, stride_c, scale_r, scale_c,
+    E8M0: tl.constexpr, B_R: tl.constexpr, B_C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    cols = tl.program_id(1).to(tl.int64) * BC + tl.arange(0, BC)
+    inside = (rows[:, None] < R) & (cols[None, :] < C)
+    values = tl.load(data + rows[:, None] * stride_r + cols[None, :] * stride_c, mask=inside, other=0.0)
+    factor = tl.load(
+        scale + rows[:, None] // B_R * scale_r + cols[None, :] // B_C * scale_c, mask=inside, other=0
+    )
+    if E8M0:
+        wide = factor.to(tl.int32)
+        subnormal = tl.where(wide == 0, 1 << 22, wide << 23)  # 2^-127
+        factor = tl.where(wide == 255, 0x7FC00000, subnormal).to(tl.float32, bitcast=True)
+    tl.store(out + rows[:, None] * C + cols[None, :], values.to(tl.float32) * factor, mask=inside)
+
+
+def _plan(layout: Layout) -> Plan:
+    if 0 in layout.extents:
+        return functools.partial(_cast_empty, layout)
+    if layout.block == (0, 0):
+        return plan_tensorwise(layout)
+    if layout.block == (1, 0):
+        return plan_rowwise(layout) if layout.cols else plan_rows(layout)
+    return plan_blockwise(layout)
+
+
+def _cast_empty(layout: Layout, x: Tensor, *_: object) -> tuple[Tensor, ...]:
+    results = layout.results(layout.allocate())
+    for scale in results[1::2]:  # an empty block has amax 0, so scale 1
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale.view(torch.uint8).fill_(127)
+        else:
+            scale.fill_(1.0)
+    return results
+
+
+@quantize.backend("triton", refuses=refuses, planned=True)
+def _(x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype) -> Callable:
+    return _plan(Layout(x, dtype, (block_rows, block_cols), scale_dtype, both=False))
+
+
+@quantize_both.backend("triton", refuses=refuses, planned=True)
+def _(x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype) -> Callable:
+    return _plan(Layout(x, dtype, (block_rows, block_cols), scale_dtype, both=True))
+
+
+def refuses_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> str | None:
+    if history.dtype != torch.float32 or not history.is_contiguous():
+        return f"history must be contiguous fp32, is {history.dtype} with strides {history.stride()}"
+    return refuses(x, dtype, 0, 0, torch.float32)
+
+
+@quantize_delayed.backend("triton", refuses=refuses_delayed, planned=True)
+def _(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> Callable:
+    return plan_delayed(x, history, row, dtype, both=False)
+
+
+@quantize_both_delayed.backend("triton", refuses=refuses_delayed, planned=True)
+def _(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> Callable:
+    return plan_delayed(x, history, row, dtype, both=True)
+
+
+@dequantize.backend("triton", refuses=refuses_dequantize)
+def _(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    rows, cols = data.shape
+    out = torch.empty((rows, cols), dtype=dtype, device=data.device)
+    if out.numel() == 0:
+        return out
+    blocks = [block_of(extent, n) for extent, n in zip(data.shape, scale.shape, strict=True)]
+    strides = [stride if block else 0 for stride, block in zip(scale.stride(), blocks, strict=True)]
+    e8m0 = scale.dtype == torch.float8_e8m0fnu
+    launch = Launch(
+        dequantize_kernel,
+        (triton.cdiv(rows, 64), triton.cdiv(cols, 128)),
+        (rows, cols, *data.stride(), *strides),
+        E8M0=e8m0, B_R=blocks[0] or 1, B_C=blocks[1] or 1, BR=64, BC=128, num_warps=8,
+    )  # fmt: skip
+    launch(data, scale.view(torch.uint8) if e8m0 else scale, out)
+    return out

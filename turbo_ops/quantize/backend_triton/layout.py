@@ -1,0 +1,66 @@
+"""How the kernels see a tensor, and what they write of it."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from turbo_ops.quantize.op import scale_layout
+
+Plan = Callable[..., tuple[Tensor, ...]]  # x, ... -> data, scale of each orientation
+
+
+class Layout:
+    """How a kernel sees x, and what it writes: data and scale where `rows`, their transposes where `cols`.
+
+    A transposed view is seen as the tensor that it is a view of, and the orientations change places.
+    """
+
+    def __init__(
+        self, x: Tensor, dtype: torch.dtype, block: tuple[int, int], scale_dtype: torch.dtype, both: bool
+    ):
+        self.swapped = x.stride(0) == 1 and x.stride(1) != 1
+        seen = x.t() if self.swapped else x
+        self.extents, self.strides = tuple(seen.shape), tuple(seen.stride())
+        self.rows, self.cols = both or not self.swapped, both or self.swapped
+        self.device, self.dtype, self.block, self.scale_dtype = x.device, dtype, block, scale_dtype
+        self.limit = torch.finfo(dtype).max
+        self.dense = self.strides == (self.extents[1], 1)
+        wanted = (self.rows, self.extents), (self.cols, self.extents[::-1])
+        self._outputs = [spec for want, extents in wanted for spec in self._specs(want, *extents)]
+        order = (2, 3, 0, 1) if self.swapped else (0, 1, 2, 3)
+        self._order = [i for i in order if self._outputs[i]]
+
+    def _specs(self, wanted: bool, rows: int, cols: int) -> list[tuple | None]:
+        """Shape, strides, type and true columns of data and scale."""
+        if not wanted:
+            return [None, None]
+        shape, strides = scale_layout(rows, cols, *self.block)
+        padded = (shape[0], strides[0]) if strides[0] > shape[1] and strides[1] == 1 else shape
+        return [
+            ((rows, cols), (max(cols, 1), 1), self.dtype, cols),
+            (padded, strides, self.scale_dtype, shape[1]),
+        ]
+
+    def allocate(self) -> list[Tensor | None]:
+        """data, scale, data_t, scale_t; None where not wanted."""
+        outputs: list[Tensor | None] = []
+        for spec in self._outputs:
+            if spec is None:
+                outputs.append(None)
+                continue
+            shape, strides, dtype, cols = spec
+            output = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            outputs.append(output if shape[1] == cols else output[:, :cols])  # padding included
+        return outputs
+
+    def results(self, outputs: list[Tensor | None]) -> tuple[Tensor, ...]:
+        """What the op returns of `allocate`'s."""
+        return tuple([outputs[i] for i in self._order])  # type: ignore[misc]
+
+    def tiles(self, rows: int, cols: int) -> tuple[tuple[int], dict]:
+        """The grid of tiles of rows x cols, and what the kernel is told of them."""
+        (R, C), largest_step = self.extents, max(*self.extents, *self.strides)
+        facts = {"EVEN": R % rows == C % cols == 0, "PACK": R % 4 == 0, "WIDE": largest_step >= 1 << 22}
+        return (triton.cdiv(R, rows) * triton.cdiv(C, cols),), facts | {"G": rows // 4, "BC": cols}
