@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import turbo_nn
 import turbo_ops
 from benchmarks import peers
+from benchmarks.machine import measure_ceilings
 from benchmarks.session import Session, Variant, WrongError
 from benchmarks.tables import SNR_CAP
 from turbo_ops import Recipe
@@ -38,7 +39,11 @@ LINEARS = {
     "test": {"small": (64, 128), "wide": (128, 256)},
 }
 MICRO_BATCHES = 4
-KEPT = ("fp8_tensorwise", "fp8_blockwise")  # recipes measured with the cast of the weight kept, too
+KEPT = (
+    "fp8_tensorwise",
+    "fp8_delayed",
+    "fp8_blockwise",
+)  # recipes measured with the cast of the weight kept, too
 WITH_PEERS = ("qkv", "o", "gate_up", "down", "small")  # a compiled peer takes 10 s a shape
 NORMS = {"bench": [(8192, 4096), (8192, 8192)], "test": [(64, 256)]}
 NATIVE_MX = ("gfx950", "sm100")
@@ -138,6 +143,7 @@ def checked_linear(base: Layer, variant: Variant) -> tuple[Layer, dict[str, floa
     layer = Layer(variant.build(base.module) if variant.peer else variant.build(), base.x, base.grad_y)
     for _ in range(2):  # delayed scaling needs a history
         layer.dropped_step()
+        turbo_ops.delayed.step()
     return layer, snr_of(layer.results(), base.results(), variant.least_snr)
 
 
@@ -154,6 +160,7 @@ def measure_linear(session: Session) -> None:
 def _measure_shape(
     session: Session, case: str, extents: tuple[int, int], more: list[Variant], *, emulated_mx: bool
 ) -> None:
+    measure_ceilings(session, only="fp8")  # the power limit moves it within a run
     base = plain_linear(session, TOKENS[session.size], extents)
     variants = [*linear_variants(base, emulated_mx), *more]
     if case.split()[0] in WITH_PEERS:

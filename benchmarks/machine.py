@@ -34,9 +34,11 @@ def facts(device: torch.device) -> dict:
     }
 
 
-def measure_ceilings(session: Session) -> None:
+def measure_ceilings(session: Session, *, only: str = "") -> None:
     """Fill session.ceilings: copy in GB/s (read + write), bf16 and fp8 in TFLOP/s of torch's own matmuls."""
     for name, run in (("copy", _copy), ("bf16", _bf16), ("fp8", _fp8)):
+        if only and name != only:
+            continue
         row = {"level": "ceiling", "name": name}
         row = session.measure(row, lambda run=run: run(session, session.device))
         if row["status"] == "ok":

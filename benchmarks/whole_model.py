@@ -13,7 +13,7 @@ import turbo_ops
 from benchmarks.session import Session, Variant, WrongError
 from benchmarks.tables import SNR_CAP
 
-RECIPES = ("fp8_tensorwise", "fp8_blockwise")
+RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise")
 LOSS_GAP = 0.02  # of the unpatched loss: the bound that fine-tuning is held to as well
 # Llama-3-8B with 4 of its 32 layers
 SHAPES = {
@@ -120,6 +120,7 @@ def _measure_model(session: Session, made: Made, variant: Variant) -> dict:
 def _step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     def step() -> None:
         turbo_ops.weights_changed()  # as after an optimizer's step
+        turbo_ops.delayed.step()
         model(input_ids=ids, labels=ids).loss.backward()
 
     return step

@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=options.lr, weight_decay=options.weight_decay
     )
+    accelerator.register_for_checkpointing(turbo_nn.RecipeState(model))
     prepared, optimizer = accelerator.prepare(model, optimizer)
     first = resumed(accelerator, options)
     with Log(output, accelerator, options, first) as log:

@@ -75,7 +75,9 @@ def test_every_op_backend_and_layer_has_a_row(run) -> None:
     recipes = importlib.import_module("turbo_nn").RECIPES
     for level in ("linear", "host"):
         measured = [row["variant"] for row in rows if row["level"] == level and row["status"] == "ok"]
-        kept = [f"{name}, weight cast once for 4" for name in ("fp8_tensorwise", "fp8_blockwise")]
+        kept = [
+            f"{name}, weight cast once for 4" for name in ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise")
+        ]
         assert measured == ["nn.Linear bf16", *recipes, *(kept if level == "linear" else [])]
     assert {"ceiling", "rms_norm", "dispatch", "model", "peer", "part"} <= {row["level"] for row in rows}
 

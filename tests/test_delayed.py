@@ -198,8 +198,8 @@ def test_compiled_it_casts_forward_by_the_history(device) -> None:
     assert not compiled.amax_history[2].any()
 
 
-def _rank(rank: int, port: int) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _rank(rank: int, store: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     turbo_ops.reduce_amax_over(torch.distributed.group.WORLD)
     history = turbo_ops.new_history(4, torch.device("cpu"))
     history[0, 0] = 1.0 + rank
@@ -207,17 +207,9 @@ def _rank(rank: int, port: int) -> None:
     delayed.step()
     assert history[0, 1] == 2.0, "the largest of both ranks"
     assert history[1, 1] == 0.0, "NaN on one rank is NaN on both, and dropped"
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def test_amax_is_reduced_over_the_group(unused_port: int) -> None:
-    mp.spawn(_rank, (unused_port,), nprocs=2)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def test_amax_is_reduced_over_the_group(tmp_path) -> None:
+    mp.spawn(_rank, (str(tmp_path / "store"),), nprocs=2)

@@ -46,11 +46,18 @@ class Op:
     first use and attaches with `@op.backend(name, refuses=...)`; its schema must be the contract's.
     """
 
-    def __init__(self, reference: Callable, order: tuple[str, ...], mutates: tuple[str, ...]):
+    def __init__(
+        self,
+        reference: Callable,
+        order: tuple[str, ...],
+        mutates: tuple[str, ...],
+        prefers: Callable[..., str | None] = lambda *args: None,
+    ):
         self.name = reference.__name__
         self.family = reference.__module__.split(".")[-2]
         self.reference = reference
         self.order = order
+        self.prefers = prefers
         self.schema = torch.library.infer_schema(reference, mutates_args=mutates)
         self.mutates = mutates
         self.__doc__ = reference.__doc__
@@ -118,7 +125,7 @@ class Op:
         return self._run(*self._complete(args, {}))
 
     def choose(self, *args: object) -> Backend:
-        """The pinned backend, the tuned one or the first in `order` that accepts; else UnsupportedError."""
+        """The pinned backend, the tuned, preferred or first that accepts; else UnsupportedError."""
         return self._decide(args, self._device(args))
 
     def _choice(self, args: tuple) -> tuple[Callable, int | None]:
@@ -154,9 +161,9 @@ class Op:
                 raise UnsupportedError(
                     f"{self.name} is pinned to {pinned} by {origin}, which refuses: {reason}"
                 )
-        tuned = tuning.choose(self, args, device)
+        first = tuning.choose(self, args, device) or self.prefers(*args)
         reasons: list[str] = []
-        for name in (*([tuned] if tuned else []), *self.order, "reference"):
+        for name in (*([first] if first else []), *self.order, "reference"):
             reason = self.refusal(name, args)
             if reason is None:
                 if name == "reference" and device.type == "cuda":
@@ -206,9 +213,14 @@ def _traits(value: object) -> object:
     return value.dtype, value.shape, value.stride(), value.device, value.storage_offset() & 15
 
 
-def op(*order: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
-    """`@op("native", "triton")` makes a plain-torch function the contract of an op; best backend first."""
-    return lambda reference: Op(reference, order, mutates)
+def op(
+    *order: str, mutates: tuple[str, ...] = (), prefers: Callable[..., str | None] = lambda *args: None
+) -> Callable[[Callable], Op]:
+    """`@op("native", "triton")` makes a plain-torch function the contract of an op; best backend first.
+
+    prefers(*args): the backend that is better than the first in `order` for these arguments, or None.
+    """
+    return lambda reference: Op(reference, order, mutates, prefers)
 
 
 def _known() -> set[str]:
