@@ -42,8 +42,9 @@ def test_linear_is_a_linear(recipe: str, device: torch.device) -> None:
     assert f"recipe={recipe}" in repr(layer)
     x = torch.randn(33, 96, device=device, requires_grad=True)
     y, expected = layer(x), plain(x)
-    assert torch.equal(y, turbo_ops.linear(x, layer.weight, layer.bias, turbo_nn.RECIPES[recipe]))
-    floors = {"bf16": 100.0, "fp8_tensorwise": SNR_FLOOR["e5m2"]}
+    history = layer.amax_history
+    assert torch.equal(y, turbo_ops.linear(x, layer.weight, layer.bias, turbo_nn.RECIPES[recipe], history))
+    floors = {"bf16": 100.0, **dict.fromkeys(("fp8_tensorwise", "fp8_delayed"), SNR_FLOOR["e5m2"])}
     grad = torch.randn_like(y)
     actual = torch.autograd.grad(y, [x, *layer.parameters()], grad)
     wanted = torch.autograd.grad(expected, [x, *plain.parameters()], grad)
@@ -67,7 +68,7 @@ def test_every_form_of_a_recipe(tmp_path) -> None:
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_blockwis", {"*": "fp8"}, 8, None])
 def test_an_unknown_recipe_lists_the_known(recipe) -> None:
-    with pytest.raises(ValueError, match="bf16, fp8_tensorwise, fp8_rowwise, fp8_rowwise_hp_wgrad"):
+    with pytest.raises(ValueError, match="bf16, fp8_tensorwise, fp8_delayed, fp8_rowwise"):
         turbo_nn.Linear(4, 4, recipe=recipe)
     with pytest.raises(ValueError, match="fp8_blockwise, mxfp8"):
         turbo_nn.patch(nn.Linear(4, 4), recipe)

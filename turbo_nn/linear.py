@@ -2,7 +2,8 @@
 
 import copyreg
 import functools
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +45,31 @@ class Linear(nn.Linear):
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = layer_recipe(recipe)
+        self.amax_history = _new_history(self.recipe, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        history = self._history(x.device) if self.recipe.history else None
-        return turbo_ops.linear(x, self.weight, self.bias, self.recipe, history)
+        return turbo_ops.linear(x, self.weight, self.bias, self.recipe, self.amax_history)
 
-    def _history(self, device: torch.device) -> Tensor:
-        history = self.amax_history
-        if history is None or history.device != device or history.shape[1] != self.recipe.history + 1:
-            history = self.amax_history = turbo_ops.new_history(self.recipe.history, device)
-        return turbo_ops.track_history(history)  # a deepcopy's or a pickle's is not known yet
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
+        super()._apply(fn, recurse)
+        old = self.amax_history
+        if old is not None and old.device != self.weight.device:
+            self.amax_history = _new_history(self.recipe, self.weight)
+            if not old.is_meta and self.amax_history is not None:
+                turbo_ops.restore_history(self.amax_history, old)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a deepcopy and a pickle
+        if self.amax_history is not None:
+            turbo_ops.track_history(self.amax_history)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={name_of(self.recipe)}"
+
+
+def _new_history(recipe: Recipe, weight: Tensor) -> Tensor | None:
+    return turbo_ops.new_history(recipe.history, weight.device) if recipe.history else None
 
 
 class TwinType(type):
@@ -116,6 +129,11 @@ def _small(module: nn.Module) -> str | None:
     return f"{out}x{width} is too small to gain on {arch(weight.device)}; convert_small=True takes it"
 
 
+def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
+    history = _new_history(recipe, cast(Tensor, module.weight))
+    return [Twin(twin_class(type(module)), {"recipe": recipe, "amax_history": history})]  # type: ignore[arg-type]
+
+
 def _probe(module: nn.Module) -> list[Probe]:
     """A corner of the weight: nn.Linear's forward asks for no extents, and a head has 500 million weights."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -128,9 +146,7 @@ def _probe(module: nn.Module) -> list[Probe]:
 RULE = Rule(
     "linear",
     match=lambda module: isinstance(module, nn.Linear) or _is_conv1d(module),
-    convert=lambda module, recipe: [
-        Twin(twin_class(type(module)), {"recipe": recipe, "amax_history": None})  # type: ignore[arg-type]
-    ],
+    convert=_convert,
     probe=_probe,
     refuses=_refuses,
     small=_small,

@@ -116,11 +116,11 @@ class AmaxRow:
 
     @property
     def known(self) -> bool:
-        """Whether the history has moved on once: until then a cast looks for amax itself and notes it."""
-        return getattr(self.history, "moved", False)
+        """Whether a step before this one noted an amax: until then a cast looks for amax itself."""
+        return self.row in getattr(self.history, "known", ())
 
     def note(self, x: Tensor) -> None:
         """Gather the amax of a tensor that was cast without the history."""
         if x.numel():
             slot = self.history[self.row, 0]
-            torch.maximum(slot, x.detach().abs().amax().float(), out=slot)
+            slot.copy_(torch.maximum(slot, x.detach().abs().amax().float()))

@@ -28,7 +28,8 @@ def new_history(length: int, device: torch.device) -> Tensor:
 def restore_history(history: Tensor, saved: Tensor) -> None:
     """Fill a history with the values of another, which may be on another device."""
     history.copy_(saved)
-    history.moved = bool(saved[:, 1:].any())  # type: ignore[attr-defined]
+    rows = frozenset(row for row in range(len(saved)) if saved[row, 1:].any())
+    history.known = rows  # type: ignore[attr-defined]
 
 
 def track_history(history: Tensor) -> Tensor:
@@ -66,9 +67,21 @@ def step() -> None:
         moved[..., 1] = torch.where(now[..., 0].isfinite(), now[..., 0], now[..., 1])
         moved[..., 0] = 0
         idle = now[..., :1] == 0  # nothing was cast since: an optimizer of other parameters stepped
-        torch._foreach_copy_(histories, list(torch.where(idle, now, moved).unbind()))
-        for history in histories:
-            history.moved = True  # type: ignore[attr-defined]
+        moved = torch.where(idle, now, moved)
+        torch._foreach_copy_(histories, list(moved.unbind()))
+        _learn(histories, moved)
+
+
+def _learn(histories: list[Any], moved: Tensor) -> None:
+    """Tell the host which rows know something, after 1, 2, 4, 8, ... steps: looking waits for the device."""
+    asked = []
+    for index, history in enumerate(histories):
+        history.age = getattr(history, "age", 0) + 1
+        if len(getattr(history, "known", ())) < len(history) and history.age & (history.age - 1) == 0:
+            asked.append(index)
+    if asked:
+        for index, rows in zip(asked, (moved[asked][..., 1:] > 0).any(-1).tolist(), strict=True):
+            histories[index].known = frozenset(row for row, some in enumerate(rows) if some)
 
 
 register_optimizer_step_post_hook(lambda *_: step())

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,16 @@ class Op:
         return self._decide(args, self._device(args))
 
     def _choice(self, args: tuple) -> tuple[Callable, int | None]:
-        key = (policy.FORCED.get(self.name), policy.FORCED.get(self.family), *map(_traits, args))
+        # What a choice depends on; of an address, whether a row can start at a multiple of 16.
+        traits = [
+            (arg.dtype, arg.shape, arg.stride(), arg.device, arg.storage_offset() & 15)
+            if isinstance(arg, Tensor)
+            else arg
+            for arg in args
+        ]
+        if policy.FORCED:
+            traits += policy.FORCED.get(self.name), policy.FORCED.get(self.family)
+        key = tuple(traits)
         choice = self._chosen.get(key)
         if choice is None:
             if len(self._chosen) >= CACHE_LIMIT:
@@ -202,15 +211,8 @@ class Op:
         self._warned = False
 
 
-def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function, eval_str=True).parameters
-
-
-def _traits(value: object) -> object:
-    """What a choice depends on; of the address, whether a row can start at a multiple of 16."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.dtype, value.shape, value.stride(), value.device, value.storage_offset() & 15
+def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function, eval_str=True).parameters)
 
 
 def op(

@@ -16,7 +16,10 @@ PLAIN_LAUNCHERS = ("3.6.",)  # Triton versions whose launcher takes what `_runne
 
 
 class Launch:
-    """`kernel[grid](*tensors, *scalars, **constants)` for one grid, set of scalars, device and dtypes."""
+    """`kernel[grid](*tensors, *scalars, **constants)` for one grid, set of scalars, device and dtypes.
+
+    A tensor that is absent (None) must always be.
+    """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: tuple, **constants: object):
         self._kernel, self._grid, self._scalars, self._constants = kernel, grid, scalars, constants
@@ -25,9 +28,9 @@ class Launch:
     def __call__(self, *tensors: Tensor | None) -> None:
         pointers = [None if t is None else t.data_ptr() for t in tensors]
         # what Triton specialises addresses on: multiples of 16 and, on AMD, buffers under 2 GiB
-        key: object = tuple([None if p is None else p & 15 for p in pointers])
+        key: object = tuple([p is not None and p & 15 == 0 for p in pointers])
         if torch.version.hip:
-            key = key, tuple([None if t is None else t.untyped_storage().nbytes() < 2**31 for t in tensors])
+            key = key, tuple([t is not None and t.untyped_storage().nbytes() < 2**31 for t in tensors])
         run = self._compiled.get(key)
         if run is not None:
             run(*pointers)

@@ -41,6 +41,8 @@ def quantize(size: str, device: torch.device) -> dict:
                 },
                 "256x384-fp32": partial(_normal, (256, 384), torch.float32, device),
                 "200x130-transposed": lambda: _normal((130, 200), torch.bfloat16, device).t(),
+                "256x128-fp32-transposed": lambda: _normal((128, 256), torch.float32, device).t(),
+                "32x64-fp32-transposed": lambda: _normal((64, 32), torch.float32, device).t(),
                 "64x130-broadcast": lambda: _normal((1, 130), torch.bfloat16, device).expand(64, 130),
                 **{f"70x140-{n}": partial(_special, v, device) for n, v in SPECIAL.items()},
             }
@@ -68,6 +70,8 @@ def quantize_delayed(size: str, device: torch.device) -> dict:
         inputs: dict[str, Callable[[], Tensor]] = {
             "130x200-fp32": partial(_normal, (130, 200), torch.float32, device),
             "200x130-transposed": lambda: _normal((130, 200), torch.bfloat16, device).t(),
+            "256x128-fp32-transposed": lambda: _normal((128, 256), torch.float32, device).t(),
+            "32x64-fp32-transposed": lambda: _normal((64, 32), torch.float32, device).t(),
             **{f"70x140-{n}": partial(_special, v, device) for n, v in SPECIAL.items()},
         }
         found |= {f"e4m3-{n}": partial(_delayed, x, 9.0, e4m3) for n, x in inputs.items()}

@@ -43,8 +43,8 @@ def quantize_both(
 def quantize_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`quantize(x)`, tensorwise, by the largest amax of the steps before: history[row, 1:] (`delayed`).
 
-    Past the limit data saturates; what is not finite becomes NaN. x's own amax goes into history[row, 0], and
-    gives the scale where the row is all 0.
+    Past the limit data saturates; what is not finite becomes NaN. x's own amax goes into history[row, 0]. The
+    scale is 1 where the steps before saw only zeros.
     """
     return _delayed(x, history, row, dtype)
 
@@ -66,9 +66,9 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     limit = torch.finfo(dtype).max
-    own, past = F.pad(x.float().abs().flatten(), (0, 1)).amax(), history[row, 1:].amax()
-    scale, inverse = _scale(torch.where(past == 0, own, past).view(1, 1), limit, torch.float32)
+    scale, inverse = _scale(history[row, 1:].amax().view(1, 1), limit, torch.float32)
     data = torch.where(x.isinf(), torch.nan, x.float() * inverse).clamp(-limit, limit)
+    own = F.pad(x.float().abs().flatten(), (0, 1)).amax()
     history[row, 0] = torch.maximum(history[row, 0], own)
     return data.to(dtype).contiguous(), scale
 
@@ -173,8 +173,8 @@ def _past(x: Tensor, how: Cast, amax: AmaxRow | None) -> AmaxRow | None:
     """The row to cast x by; None, with x noted in it, where it knows nothing yet."""
     if amax is None:
         raise ValueError(f"a cast with a history of {how.history} steps needs one: use turbo_nn.Linear")
-    if torch.compiler.is_compiling():  # which has no graph for a backward that writes what forward was given
-        return None if amax.row == GRAD_OUTPUT else amax
+    if torch.compiler.is_compiling() and amax.row == GRAD_OUTPUT:
+        return None  # a compiled backward cannot write what forward was given
     if amax.known:
         return amax
     amax.note(x)

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from turbo_ops.arch import hardware
 from turbo_ops.quantize.op import scale_layout
 
 Plan = Callable[..., tuple[Tensor, ...]]  # x, ... -> data, scale of each orientation
@@ -61,6 +62,8 @@ class Layout:
 
     def tiles(self, rows: int, cols: int) -> tuple[tuple[int], dict]:
         """The grid of tiles of rows x cols, and what the kernel is told of them."""
+        nvidia = hardware(self.device).startswith("sm")
+        pack = 0 if self.extents[0] % 4 else 2 if nvidia else 1
         (R, C), largest_step = self.extents, max(*self.extents, *self.strides)
-        facts = {"EVEN": R % rows == C % cols == 0, "PACK": R % 4 == 0, "WIDE": largest_step >= 1 << 22}
+        facts = {"EVEN": R % rows == C % cols == 0, "PACK": pack, "WIDE": largest_step >= 1 << 22}
         return (triton.cdiv(R, rows) * triton.cdiv(C, cols),), facts | {"G": rows // 4, "BC": cols}

@@ -11,10 +11,12 @@ from turbo_ops.device.scale import largest, magnitude
 
 
 @triton.jit
-def visible(values, inverse, LIMIT: tl.constexpr):
-    """values * inverse within +-LIMIT; what is not finite becomes NaN, never a limit."""
+def visible(values, inverse, LIMIT: tl.constexpr, SATURATES: tl.constexpr):
+    """values * inverse within +-LIMIT, if the cast itself does not see to that; what is not finite as NaN."""
     values = values.to(tl.float32)
-    scaled = tl.clamp(values * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    scaled = values * inverse
+    if not SATURATES:
+        scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(tl.abs(values) == float("inf"), float("nan"), scaled)
 
 
@@ -58,21 +60,54 @@ def byte(values, inverse, DTYPE: tl.constexpr):
     return (values.to(tl.float32) * inverse).to(DTYPE).to(tl.uint8, bitcast=True).to(tl.uint32)
 
 
+# Four values become one word. Spelled with shifts, Triton 3.6 extracts wrong bytes on sm90 (fp32 in, the
+# transpose alone: one byte of eight), and needs 6 instructions where these are 3.
+CONVERT = """
+{{ .reg .b16 low, high;
+cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
+cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
+mov.b32 $0, {{low, high}}; }}
+"""
+E4M3, E5M2 = tl.constexpr(CONVERT.format("e4m3")), tl.constexpr(CONVERT.format("e5m2"))
+
+
+@triton.jit
+def word_of(tiles, inverse, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The four cast, the first in the lowest byte."""
+    if PTX:
+        word = tl.inline_asm_elementwise(
+            E5M2 if DTYPE.is_fp8e5() else E4M3,
+            "=r,f,f,f,f",
+            [
+                tiles[0].to(tl.float32) * inverse,
+                tiles[1].to(tl.float32) * inverse,
+                tiles[2].to(tl.float32) * inverse,
+                tiles[3].to(tl.float32) * inverse,
+            ],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        word = byte(tiles[0], inverse, DTYPE)
+        word |= byte(tiles[1], inverse, DTYPE) << 8
+        word |= byte(tiles[2], inverse, DTYPE) << 16
+        word |= byte(tiles[3], inverse, DTYPE) << 24
+    return word
+
+
 @triton.jit
 def store_transposed(
     data_t, tiles, inverse, groups, cols, left_r, left_c, R, EVEN: tl.constexpr, PACK: tl.constexpr
 ):  # fmt: skip
-    """Cast the four and store them transposed: as words where R is a multiple of 4, else byte by byte.
+    """Cast the four and store them transposed: as words (PACK 1, by PTX where 2), or byte by byte (0).
 
     The inverse may not be the value that `store_rows` took: cast once and stored in both orientations, the
     transpose comes out wrong (Triton 3.6, sm90). Each caller works it out again.
     """
     col = cols[:, None]
     if PACK:
-        word = byte(tiles[0], inverse, data_t.dtype.element_ty)
-        word |= byte(tiles[1], inverse, data_t.dtype.element_ty) << 8
-        word |= byte(tiles[2], inverse, data_t.dtype.element_ty) << 16
-        word |= byte(tiles[3], inverse, data_t.dtype.element_ty) << 24
+        word = word_of(tiles, inverse, data_t.dtype.element_ty, PACK == 2)
         at = data_t.to(tl.pointer_type(tl.uint32), bitcast=True) + (col * (R // 4) + groups[None, :])
         if EVEN:
             tl.store(at, tl.trans(word))

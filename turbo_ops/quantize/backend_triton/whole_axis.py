@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.arch import hardware
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.scale import bits_of, largest, magnitude, scale_and_inverse
 from turbo_ops.quantize.backend_triton.layout import Layout, Plan
@@ -127,21 +128,16 @@ def cast_kernel(
 
 
 @triton.jit
-def past_amax(history, x, R, C, stride_r, stride_c, H: tl.constexpr, SLOTS: tl.constexpr,
-              G: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """The largest of slots 1..H; x's own where they know nothing, which each program finds for itself."""
+def past_amax(history, H: tl.constexpr, SLOTS: tl.constexpr):
+    """The largest of slots 1..H."""
     slots = tl.arange(0, SLOTS)
-    known = tl.load(history + slots, mask=(slots > 0) & (slots <= H), other=0.0)
-    found = tl.reduce(known, 0, largest)
-    if found == 0:
-        found = tensor_amax(x, history, R, C, stride_r, stride_c, 0, G, BC)
-    return found
+    return tl.reduce(tl.load(history + slots, mask=(slots > 0) & (slots <= H), other=0.0), 0, largest)
 
 
 @triton.jit
 def delayed_cast_kernel(
     x, history, history_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
-    LIMIT: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, ROW: tl.constexpr,
+    LIMIT: tl.constexpr, SATURATES: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, ROW: tl.constexpr,
     EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Cast x and its transpose by the amax of the steps before, and note x's own; history_t is history."""
@@ -157,23 +153,22 @@ def delayed_cast_kernel(
     history += ROW * (H + 1)
     history_t += ROW * (H + 1)
     if data is not None:
-        found = past_amax(history, x, R, C, stride_r, stride_c, H, SLOTS, G, BC)
+        found = past_amax(history, H, SLOTS)
         whole, inverse = scale_and_inverse(found, LIMIT, False)
         if tile == 0:
             tl.store(scale, whole)
         for i in tl.static_range(4):
-            store_rows(
-                data + first_r * C + first_c, visible(tiles[i], inverse, LIMIT), 1.0, rows + i, cols,
-                left_r, left_c, C, EVEN,
-            )  # fmt: skip
+            values = visible(tiles[i], inverse, LIMIT, SATURATES)
+            out = data + first_r * C + first_c
+            store_rows(out, values, 1.0, rows + i, cols, left_r, left_c, C, EVEN)
     if data_t is not None:
-        found = past_amax(history_t, x, R, C, stride_r, stride_c, H, SLOTS, G, BC)
+        found = past_amax(history_t, H, SLOTS)
         whole, inverse = scale_and_inverse(found, LIMIT, False)
         if tile == 0:
             tl.store(scale_t, whole)
         clamped = (
-            visible(tiles[0], inverse, LIMIT), visible(tiles[1], inverse, LIMIT),
-            visible(tiles[2], inverse, LIMIT), visible(tiles[3], inverse, LIMIT),
+            visible(tiles[0], inverse, LIMIT, SATURATES), visible(tiles[1], inverse, LIMIT, SATURATES),
+            visible(tiles[2], inverse, LIMIT, SATURATES), visible(tiles[3], inverse, LIMIT, SATURATES),
         )  # fmt: skip
         store_transposed(
             data_t + first_c * R + first_r, clamped, 1.0, groups, cols, left_r, left_c, R, EVEN, PACK
@@ -240,7 +235,8 @@ def plan_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype, *, bo
     grid, facts = layout.tiles(64, 128)
     cast = Launch(
         delayed_cast_kernel, grid, (*layout.extents, *layout.strides),
-        LIMIT=layout.limit, H=length, SLOTS=triton.next_power_of_2(length + 1), ROW=row, **facts, num_warps=4,
+        LIMIT=layout.limit, SATURATES=hardware(x.device).startswith("sm"),
+        H=length, SLOTS=triton.next_power_of_2(length + 1), ROW=row, **facts, num_warps=4,
     )  # fmt: skip
 
     def run(x: Tensor, history: Tensor, *_: object) -> tuple[Tensor, ...]:
