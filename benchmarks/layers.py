@@ -39,12 +39,13 @@ LINEARS = {
     "test": {"small": (64, 128), "wide": (128, 256)},
 }
 MICRO_BATCHES = 4
+STEP_MS = 120  # to measure a step for
 KEPT = (
     "fp8_tensorwise",
     "fp8_delayed",
     "fp8_blockwise",
 )  # recipes measured with the cast of the weight kept, too
-WITH_PEERS = ("qkv", "o", "gate_up", "down", "small")  # a compiled peer takes 10 s a shape
+IN_FULL = ("qkv", "o", "gate_up", "down")  # with peers, of which a compiled one takes 10 s a shape
 NORMS = {"bench": [(8192, 4096), (8192, 8192)], "test": [(64, 256)]}
 NATIVE_MX = ("gfx950", "sm100")
 LEAST_BF16_SNR = -20 * math.log10(TOLERANCE[torch.bfloat16])
@@ -152,18 +153,20 @@ def measure_linear(session: Session) -> None:
     found = peers.variants(session, "linear", LEAST_PEER_SNR)
     shapes = list(LINEARS[session.size].items())
     for index, (name, extents) in enumerate(shapes[:1] if session.quick else shapes):
-        case, some = f"{name} {extents[0]}->{extents[1]}", found if name in WITH_PEERS else []
+        case = f"{name} {extents[0]}->{extents[1]}"
+        some = found if name in IN_FULL or session.size == "test" else None
         run = functools.partial(_measure_shape, session, case, extents, some, emulated_mx=index == 0)
         session.part("linear", case, run)
 
 
 def _measure_shape(
-    session: Session, case: str, extents: tuple[int, int], more: list[Variant], *, emulated_mx: bool
+    session: Session, case: str, extents: tuple[int, int], peers: list[Variant] | None, *, emulated_mx: bool
 ) -> None:
+    """With peers, also with the weight's cast kept; None: the recipes alone."""
     measure_ceilings(session, only="fp8")  # the power limit moves it within a run
     base = plain_linear(session, TOKENS[session.size], extents)
-    variants = [*linear_variants(base, emulated_mx), *more]
-    if case.split()[0] in WITH_PEERS:
+    variants = [*linear_variants(base, emulated_mx), *(peers or [])]
+    if peers is not None:
         kept = (dataclasses.replace(v, micro_batches=MICRO_BATCHES) for v in variants if v.name in KEPT)
         variants += [
             dataclasses.replace(v, name=f"{v.name}, weight cast once for {MICRO_BATCHES}") for v in kept
@@ -174,9 +177,9 @@ def _measure_shape(
 def _measure_linear(session: Session, base: Layer, variant: Variant) -> dict:
     layer, found = checked_linear(base, variant)
     if variant.micro_batches == 1:
-        ms = session.ms(layer.step, drop=layer.leaves)
+        ms = session.ms(layer.step, drop=layer.leaves, for_ms=STEP_MS)
     else:
-        ms = session.ms(lambda: layer.steps(variant.micro_batches)) / variant.micro_batches
+        ms = session.ms(lambda: layer.steps(variant.micro_batches), for_ms=STEP_MS) / variant.micro_batches
     tokens, (out, width) = base.x.shape[0], base.weight.shape
     found |= session.rate(ms, "fp8", flops=6 * tokens * out * width)
     if isinstance(layer.module, turbo_nn.Linear):

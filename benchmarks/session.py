@@ -92,10 +92,11 @@ class Session:
                 rows[-1] |= against(rows[-1]["ms"], rows[0]["variant"], rows[0].get("ms"))
         return rows
 
-    def ms(self, run: Callable[[], object], drop: Iterable[Tensor] = ()) -> float:
+    def ms(self, run: Callable[[], object], drop: Iterable[Tensor] = (), for_ms: float = 40) -> float:
         """Median ms; on a GPU device time, L2 flushed before each run where triton is there.
 
-        drop: leaves whose gradients are dropped before each run.
+        drop: leaves whose gradients are dropped before each run. for_ms: how long to measure, a third of it
+        before to warm up.
         """
         drop, few = tuple(drop), 3
 
@@ -110,8 +111,8 @@ class Session:
         from triton.testing import do_bench
 
         slow = 10 * tuning.median_ms(fresh, here, few)  # 10 samples of what is slow
-        rep = max(10 if self.quick else 40, slow)
-        return do_bench(run, warmup=rep / 5, rep=rep, grad_to_none=drop or None, return_mode="median")
+        rep = max(10 if self.quick else for_ms, slow)
+        return do_bench(run, warmup=rep / 3, rep=rep, grad_to_none=drop or None, return_mode="median")
 
     def host_us(self, runs: Sequence[Callable[[], object]], calls: int = 60) -> list[list[float]]:
         """Wall time of a call in us, for each of `runs` in each round; the device is waited for after each.

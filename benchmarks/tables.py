@@ -3,9 +3,17 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# What the first release promises; host cost is a step of 32x256x256, times nn.Linear's in the same run.
-MOST_HOST_COST = 6.0
+# What is promised. Host cost: of a step of 32x256x256, times nn.Linear's in the same run.
+MOST_HOST_COST = 2.5
 MOST_DISPATCH_US = 10.0
+# Share of the FP8 ceiling that a linear step of 8192 tokens reaches, the better of the recipes
+SHARES = {
+    ("fp8_tensorwise", "fp8_delayed"): {"qkv": 0.89, "o": 0.88, "gate_up": 0.91, "down": 0.89},
+    ("fp8_blockwise",): {"qkv": 0.76, "o": 0.75, "gate_up": 0.78, "down": 0.78},
+}
+KEPT_GAIN = 0.02  # on top, with the weight cast once for 4 micro-batches
+CAST_SHARES = {"quantize_both_delayed": ("", 0.85), "quantize_both": ("1", 0.80)}  # op -> cases that begin so
+MOST_MODEL_TIME = 0.74  # of Hugging Face's eager step
 SNR_CAP = 200.0  # dB; equal bits have infinite SNR, which JSON cannot hold
 
 
@@ -27,16 +35,53 @@ def tables(result: dict) -> list[Table]:
 
 
 def targets(rows: list[dict]) -> Table:
-    found = []
+    found = [*_linear_targets(rows), *_model_targets(rows)]
     for row in ok(rows, "host"):
-        if row["variant"].startswith("fp8"):
-            cost, most = row.get("cost"), MOST_HOST_COST
-            verdict = "not measured" if cost is None else "met" if cost <= most else "MISSED"
-            found.append((f"host cost of {row['variant']}", f"<= {most:g}x", number(cost, "x"), verdict))
+        if row["variant"].startswith("fp8") and row.get("cost"):
+            found.append(_at_most(f"host cost of {row['variant']}", row["cost"], MOST_HOST_COST, "x"))
     for row in ok(rows, "dispatch"):
-        verdict = "met" if row["us"] < MOST_DISPATCH_US else "MISSED"
-        found.append(("dispatch of an op", f"< {MOST_DISPATCH_US:g} us", f"{row['us']:.2f} us", verdict))
+        found.append(_at_most("dispatch of an op", row["us"], MOST_DISPATCH_US, " us"))
+    for row in ok(rows, "op"):
+        begins, least = CAST_SHARES.get(row["name"], ("", 0.0))
+        if least and row["variant"] == "triton" and row["case"].startswith(begins) and row.get("share"):
+            found.append(_at_least(f"{row['name']} {row['case']}, of copy", row["share"], least))
     return Table("Targets", ("what", "target", "measured", ""), found)
+
+
+def _linear_targets(rows: list[dict]) -> list[tuple[str, ...]]:
+    found = []
+    shares = {(row["case"].split()[0], row["variant"]): row["share"] for row in ok(rows, "linear")}
+    for recipes, wanted in SHARES.items():
+        for suffix, gain in (("", 0.0), (", weight cast once for 4", KEPT_GAIN)):
+            for layer, least in wanted.items():
+                reached = [shares.get((layer, f"{recipe}{suffix}")) for recipe in recipes]
+                best = max(filter(None, reached), default=None)
+                if best is not None:
+                    what = f"{layer} by {' or '.join(recipes)}{suffix}, of FP8"
+                    found.append(_at_least(what, best, least + gain))
+    return found
+
+
+def _model_targets(rows: list[dict]) -> list[tuple[str, ...]]:
+    eager, *patched = ok(rows, "model") or [None]
+    if not patched:
+        return []
+    best = min(patched, key=lambda row: row["ms"])
+    found = [
+        _at_most(f"model by {best['variant']}, of HF eager's time", best["ms"] / eager["ms"], MOST_MODEL_TIME)
+    ]
+    if best.get("peak_gib"):
+        what = f"model by {best['variant']}, peak memory"
+        found.append(_at_most(what, best["peak_gib"], eager["peak_gib"], " GiB"))
+    return found
+
+
+def _at_most(what: str, value: float, most: float, unit: str = "") -> tuple[str, ...]:
+    return what, f"<= {number(most)}{unit}", f"{number(value)}{unit}", "met" if value <= most else "MISSED"
+
+
+def _at_least(what: str, value: float, least: float) -> tuple[str, ...]:
+    return what, f">= {percent(least)}", percent(value, 1), "met" if value >= least else "MISSED"
 
 
 def linear(rows: list[dict]) -> Table:

@@ -188,7 +188,7 @@ def test_report_states_results_and_targets(tmp_path: Path, run) -> None:
     for row in result["rows"]:
         row.update({"us": 9.0} if row["level"] == "dispatch" else {})
         if row["level"] == "host":
-            row["cost"] = 7.5 if row["variant"] == "fp8_blockwise" else 5.5
+            row["cost"] = 7.5 if row["variant"] == "fp8_blockwise" else 2.25
     (folder / "ops.json").write_text(json.dumps(result))
     (folder / "curve.json").write_text('{"steps": [1, 2]}')
     arguments = ("--results", folder.parent, "--output", page)
@@ -196,12 +196,12 @@ def test_report_states_results_and_targets(tmp_path: Path, run) -> None:
     assert _report(*arguments) == 0
     assert _report(*arguments, "--check") == 0
     text = page.read_text()
-    assert "| host cost of fp8_tensorwise | <= 6x | 5.50x | met |" in text
-    assert "| host cost of fp8_blockwise | <= 6x | 7.50x | MISSED |" in text
-    assert "| dispatch of an op | < 10 us | 9.00 us | met |" in text
+    assert "| host cost of fp8_tensorwise | <= 2.50x | 2.25x | met |" in text
+    assert "| host cost of fp8_blockwise | <= 2.50x | 7.50x | MISSED |" in text
+    assert "| dispatch of an op | <= 10.0 us | 9.00 us | met |" in text
     assert text.count("From `benchmarks/results/h200/ops.json`") == text.count("\n### ")
     assert "curve.json" not in text
-    page.write_text(text.replace("5.50x", "4.50x"))
+    page.write_text(text.replace("2.25x", "2.15x"))
     assert _report(*arguments, "--check") == 1
 
 

@@ -2,7 +2,6 @@
 
 import copyreg
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -48,16 +47,14 @@ class Linear(nn.Linear):
         self.amax_history = _new_history(self.recipe, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.amax_history is not None and self.amax_history.device != self.weight.device:
+            self._move_history()
         return turbo_ops.linear(x, self.weight, self.bias, self.recipe, self.amax_history)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        super()._apply(fn, recurse)
-        old = self.amax_history
-        if old is not None and old.device != self.weight.device:
-            self.amax_history = _new_history(self.recipe, self.weight)
-            if not old.is_meta and self.amax_history is not None:
-                turbo_ops.restore_history(self.amax_history, old)
-        return self
+    def _move_history(self) -> None:
+        old, self.amax_history = self.amax_history, _new_history(self.recipe, self.weight)
+        if old is not None and self.amax_history is not None and not old.is_meta:
+            turbo_ops.restore_history(self.amax_history, old)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a deepcopy and a pickle
