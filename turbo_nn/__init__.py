@@ -2,6 +2,7 @@
 
 from turbo_nn.linear import Linear, weights_changed
 from turbo_nn.patch import RULES, patch, unpatch
+from turbo_nn.precision import heat_map, precision_log
 from turbo_nn.recipe_state import RecipeState, load_recipe_state, recipe_state
 from turbo_nn.recipes import RECIPES, Policy, load_policy
 from turbo_nn.report import LeftError, Report, Verdict
@@ -25,9 +26,11 @@ __all__ = [
     "Rule",
     "Twin",
     "Verdict",
+    "heat_map",
     "load_policy",
     "load_recipe_state",
     "patch",
+    "precision_log",
     "recipe_state",
     "unpatch",
     "weights_changed",
