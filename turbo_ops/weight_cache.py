@@ -47,6 +47,8 @@ def kept(weight: Tensor, how: tuple, cast: Callable[[], Casts]) -> Casts:
     """`cast()`, or what it gave before for the weight as it is; `how` says all that the cast depends on."""
     if not _FLAGS["TURBO_WEIGHT_CACHE"] or not weight.is_leaf or weight.is_inference():
         return cast()
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return cast()  # a graph casts at each replay: it would not see that the weight changed
     key = weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype, how
     name = weakref.ref(weight)  # always the same object for one weight, and no other's while it lives
     entry = _ENTRIES.get(name)
