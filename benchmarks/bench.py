@@ -57,7 +57,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--layers", nargs="*", choices=tuple(LAYERS), help="only these layers (none: no layer)"
     )
     parser.add_argument("--model", action="store_true", help="also a Llama with 4 layers of the 8B shape")
-    parser.add_argument("--peers", action="store_true", help="also torchao, TransformerEngine, Liger")
+    parser.add_argument(
+        "--peers", nargs="?", const="", metavar="WORD",
+        help="also torchao, TransformerEngine, Liger; those with WORD in their name",
+    )  # fmt: skip
     parser.add_argument("--size", choices=("bench", "test"), default="bench", help="which cases")
     parser.add_argument(
         "--quick", action="store_true", help="two cases an op, one shape a layer, few repeats"

@@ -39,6 +39,7 @@ LINEARS = {
     "test": {"small": (64, 128), "wide": (128, 256)},
 }
 MICRO_BATCHES = 4
+COMPILED = "fp8_tensorwise"
 STEP_MS = 120  # to measure a step for
 KEPT = (
     "fp8_tensorwise",
@@ -121,6 +122,10 @@ def _twin(weight: nn.Parameter, recipe: str) -> nn.Module:
     return twin
 
 
+def _compiled(weight: nn.Parameter, recipe: str) -> nn.Module:
+    return torch.compile(_twin(weight, recipe), fullgraph=True, dynamic=False)
+
+
 def least_snr(recipe: Recipe) -> float:
     """What y, dx and dw must keep against bf16, by the least precise type in the recipe."""
     gemms = (recipe.fprop, recipe.dgrad, recipe.wgrad)
@@ -166,6 +171,10 @@ def _measure_shape(
     measure_ceilings(session, only="fp8")  # the power limit moves it within a run
     base = plain_linear(session, TOKENS[session.size], extents)
     variants = [*linear_variants(base, emulated_mx), *(peers or [])]
+    if emulated_mx:  # the first shape: neither is worth its time again
+        recipe = turbo_nn.RECIPES[COMPILED]
+        build = functools.partial(_compiled, base.weight, COMPILED)
+        variants.append(Variant(f"{COMPILED} compiled", build, least_snr(recipe)))
     if peers is not None:
         kept = (dataclasses.replace(v, micro_batches=MICRO_BATCHES) for v in variants if v.name in KEPT)
         variants += [

@@ -17,7 +17,7 @@ Builders = dict[str, Callable[..., nn.Module]]
 
 def variants(session: Session, level: str, least_snr: float, *, say: bool = True) -> list[Variant]:
     """With --peers, those of a level that import. say: add a row for each package, with the reason if not."""
-    if not session.peers:
+    if session.peers is None:
         return []
     found = []
     for package, (module, builders) in LIBRARIES[level].items():
@@ -29,7 +29,7 @@ def variants(session: Session, level: str, least_snr: float, *, say: bool = True
                 Variant(f"{package} {name}".strip(), build, least_snr, peer=True)
                 for name, build in builders.items()
             ]
-    return found
+    return [variant for variant in found if session.peers in variant.name]
 
 
 def _import(package: str, module: str) -> dict:

@@ -42,7 +42,7 @@ class Session:
     device: torch.device
     size: str = "bench"
     quick: bool = False
-    peers: bool = False
+    peers: str | None = None  # a word in the names of those to measure, None for none
     rows: list[dict] = field(default_factory=list)
     ceilings: dict[str, float] = field(default_factory=dict)
     baselines: dict[tuple, float] = field(default_factory=dict)

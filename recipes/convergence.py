@@ -52,7 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", required=True, help="a text")
-    parser.add_argument("--model", default="llama-15m", help="a shape of recipes/shapes (%(default)s)")
+    parser.add_argument("--model", default="llama-8m", help="a shape of recipes/shapes (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="(%(default)s)")
     parser.add_argument("--output", default="out/convergence", help="(%(default)s)")
     casting = [name for name in turbo_nn.RECIPES if name != "bf16"]

@@ -15,9 +15,10 @@ from turbo_nn.rule import Probe, Rule, Twin, draw
 from turbo_ops import Recipe
 from turbo_ops.arch import arch
 
-# Weights of the smallest layer that gained from FP8, eager, 8192 tokens. On an H200 4096x6144 did (1.2x),
-# 4096x4096 lost (0.8x), held up by the host: docs/performance.md. AMD's are the same until somebody measures.
-SMALLEST = dict.fromkeys(("sm90", "gfx942", "gfx950"), 4096 * 6144)
+# Weights of the smallest layer that gained from FP8, eager, 8192 tokens. On an H200 4096x4096 and 2048x8192
+# did (1.5x, 1.4x), 2048x2048 lost (0.3x), held up by the host: docs/performance.md. AMD's are the same until
+# somebody measures.
+SMALLEST = dict.fromkeys(("sm90", "gfx942", "gfx950"), 4096 * 4096)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
