@@ -38,10 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     session = Session(device, options.size, options.quick, options.peers)
     machine = facts(device)
+    if options.output:
+        session.after_part = lambda: save(options.output, machine, session)
     for name, measure in parts(options):
         session.part(name, "", lambda measure=measure: measure(session))
-        if options.output:  # after every part: what a time limit cuts off costs only the rest
-            save(options.output, machine, session)
     print(tables.text(result(machine, session)))
     return int(any(row["status"] in ("wrong", "failed") for row in session.rows))
 
@@ -78,9 +78,9 @@ def parts(options: argparse.Namespace) -> list[tuple[str, Callable[[Session], No
     found: list[tuple[str, Callable[[Session], None]]] = [("ceilings", measure_ceilings)]
     for name in options.op:
         found.append((name, lambda session, name=name: measure_ops(session, [name], options.backend)))
-    found += [(name, LAYERS[name]) for name in options.layers]
     if "linear" in options.layers:
         found.append(("host", measure_host))
+    found += [(name, LAYERS[name]) for name in options.layers]
     return [*found, ("model", measure_model)] if options.model else found
 
 

@@ -46,6 +46,7 @@ class Session:
     rows: list[dict] = field(default_factory=list)
     ceilings: dict[str, float] = field(default_factory=dict)
     baselines: dict[tuple, float] = field(default_factory=dict)
+    after_part: Callable[[], None] = lambda: None  # saves: what a time limit cuts off costs only the rest
 
     def measure(self, row: dict, run: Callable[[], dict]) -> dict:
         """Append `row` with what `run` measured, or with the reason why it did not."""
@@ -79,6 +80,7 @@ class Session:
         row = self.measure({"level": "part", "name": name, "case": case}, timed)
         if row["status"] == "ok":
             print(f"{f'{name} {case}'.strip()}: {row['seconds']:.1f} s", flush=True)
+        self.after_part()
 
     def compare(
         self, level: str, case: str, variants: Iterable[Variant], measure: Callable[[Variant], dict]
