@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from turbo_ops import arch, policy, tuning, weight_cache
 
 REGISTRY: dict[str, "Op"] = {}
+LIBRARY = torch.library.Library("turbo_ops", "DEF")
 CACHE_LIMIT = 4096  # choices an op remembers: keys hold shapes, and ragged batches make new ones for ever
 
 
@@ -66,10 +67,11 @@ class Op:
         self._missing: dict[str, str] = {}
         self._chosen: dict[tuple, tuple[Callable, int | None]] = {}
         self._warned = False
-        self.torch_op = torch.library.custom_op(
-            f"turbo_ops::{self.name}", self._run_completed, mutates_args=mutates, schema=self.schema
-        )
-        self.torch_op.register_fake(reference)
+        # what torch.library.custom_op does, less 7 of its 10 us a call
+        LIBRARY.define(self.name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(self.name, self._run_completed, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"turbo_ops::{self.name}", reference, lib=LIBRARY)
+        self.torch_op = getattr(torch.ops.turbo_ops, self.name).default
         REGISTRY[self.name] = self
 
     def __repr__(self) -> str:

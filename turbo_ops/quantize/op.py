@@ -67,10 +67,10 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     limit = torch.finfo(dtype).max
     scale, inverse = _scale(history[row, 1:].amax().view(1, 1), limit, torch.float32)
-    data = torch.where(x.isinf(), torch.nan, x.float() * inverse).clamp(-limit, limit)
-    own = F.pad(x.float().abs().flatten(), (0, 1)).amax()
+    visible = torch.where(x.isinf(), torch.nan, x.float())
+    own = F.pad(visible.abs().flatten(), (0, 1)).amax()
     history[row, 0] = torch.maximum(history[row, 0], own)
-    return data.to(dtype).contiguous(), scale
+    return (visible * inverse).clamp(-limit, limit).to(dtype).contiguous(), scale
 
 
 def _blocks(x: Tensor, block_rows: int, block_cols: int) -> tuple[Tensor, int, int]:

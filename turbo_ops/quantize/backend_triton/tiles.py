@@ -11,13 +11,18 @@ from turbo_ops.device.scale import largest, magnitude
 
 
 @triton.jit
-def visible(values, inverse, LIMIT: tl.constexpr, SATURATES: tl.constexpr):
-    """values * inverse within +-LIMIT, if the cast itself does not see to that; what is not finite as NaN."""
-    values = values.to(tl.float32)
-    scaled = values * inverse
+def visible(values):
+    """What is not finite as NaN, so that no cast makes a limit of it."""
+    return tl.where(tl.abs(values.to(tl.float32)) == float("inf"), float("nan"), values)
+
+
+@triton.jit
+def limited(values, inverse, LIMIT: tl.constexpr, SATURATES: tl.constexpr):
+    """values * inverse within +-LIMIT, if the cast itself does not see to that."""
+    scaled = values.to(tl.float32) * inverse
     if not SATURATES:
         scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(tl.abs(values) == float("inf"), float("nan"), scaled)
+    return scaled
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from turbo_ops.device.scale import bits_of, largest, magnitude, scale_and_invers
 from turbo_ops.quantize.backend_triton.layout import Layout, Plan
 from turbo_ops.quantize.backend_triton.tiles import (
     largest4,
+    limited,
     load4,
     store_rows,
     store_transposed,
@@ -150,32 +151,30 @@ def delayed_cast_kernel(
     rows = 4 * groups
     corner = x + first_r * stride_r + first_c * stride_c
     tiles = load4(corner, rows, cols, left_r, left_c, stride_r, stride_c, EVEN)
+    tiles = visible(tiles[0]), visible(tiles[1]), visible(tiles[2]), visible(tiles[3])
     history += ROW * (H + 1)
     history_t += ROW * (H + 1)
+    own = tl.reduce(largest4(tiles[0], tiles[1], tiles[2], tiles[3]), 1, largest)
+    own, slot = bits_of(tl.reduce(own, 0, largest)), history.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(slot, own, mask=own > tl.load(slot))  # most programs need not queue for it
     if data is not None:
-        found = past_amax(history, H, SLOTS)
-        whole, inverse = scale_and_inverse(found, LIMIT, False)
+        whole, inverse = scale_and_inverse(past_amax(history, H, SLOTS), LIMIT, False)
         if tile == 0:
             tl.store(scale, whole)
+        out = data + first_r * C + first_c
         for i in tl.static_range(4):
-            values = visible(tiles[i], inverse, LIMIT, SATURATES)
-            out = data + first_r * C + first_c
+            values = limited(tiles[i], inverse, LIMIT, SATURATES)
             store_rows(out, values, 1.0, rows + i, cols, left_r, left_c, C, EVEN)
     if data_t is not None:
-        found = past_amax(history_t, H, SLOTS)
-        whole, inverse = scale_and_inverse(found, LIMIT, False)
+        whole, inverse = scale_and_inverse(past_amax(history_t, H, SLOTS), LIMIT, False)
         if tile == 0:
             tl.store(scale_t, whole)
-        clamped = (
-            visible(tiles[0], inverse, LIMIT, SATURATES), visible(tiles[1], inverse, LIMIT, SATURATES),
-            visible(tiles[2], inverse, LIMIT, SATURATES), visible(tiles[3], inverse, LIMIT, SATURATES),
+        values = (
+            limited(tiles[0], inverse, LIMIT, SATURATES), limited(tiles[1], inverse, LIMIT, SATURATES),
+            limited(tiles[2], inverse, LIMIT, SATURATES), limited(tiles[3], inverse, LIMIT, SATURATES),
         )  # fmt: skip
-        store_transposed(
-            data_t + first_c * R + first_r, clamped, 1.0, groups, cols, left_r, left_c, R, EVEN, PACK
-        )  # fmt: skip
-    own = tl.reduce(largest4(tiles[0], tiles[1], tiles[2], tiles[3]), 1, largest)
-    own = bits_of(tl.reduce(own, 0, largest))
-    tl.atomic_max(history.to(tl.pointer_type(tl.int32), bitcast=True), own)
+        out = data_t + first_c * R + first_r
+        store_transposed(out, values, 1.0, groups, cols, left_r, left_c, R, EVEN, PACK)
 
 
 @triton.jit
