@@ -302,8 +302,11 @@ def test_wgrad_sums_into_main_grad(recipe: str) -> None:
     assert hooks == [(32, 48)], "Megatron's hooks run on a placeholder"
 
 
-def test_a_main_grad_of_another_shape_is_refused() -> None:
+@pytest.mark.parametrize(
+    "main_grad", [torch.zeros(3), torch.zeros(32, 48, dtype=torch.int32)], ids=["shape", "type"]
+)
+def test_a_main_grad_that_cannot_hold_the_sum_is_refused(main_grad: Tensor) -> None:
     module = layer()
-    module.weight.main_grad = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"main_grad \(3,\) must have the weight's \(32, 48\)"):
+    module.weight.main_grad = main_grad
+    with pytest.raises(ValueError, match=r"main_grad \(.*\) of torch.* must have the weight's \(32, 48\)"):
         module(torch.randn(8, 48)).sum().backward()

@@ -166,6 +166,22 @@ def test_quantize_by_hand() -> None:
     assert REGISTRY["dequantize"].reference(data, scale, fp32).equal(x)
 
 
+@pytest.mark.parametrize(
+    ("x", "dtype", "message"),
+    [
+        (torch.ones(5), torch.float8_e4m3fn, r"x must be \[R, C\] of floating point, is \(5,\)"),
+        (torch.ones(5, 5, dtype=torch.int32), torch.float8_e4m3fn, r"is \(5, 5\) of torch.int32"),
+        (torch.ones(5, 5), torch.float32, r"dtype=torch.float32: use an FP8 type"),
+    ],
+    ids=["vector", "integers", "no FP8 type"],
+)
+def test_quantize_refuses_what_has_no_cast(x: torch.Tensor, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        REGISTRY["quantize"](x, dtype, 0, 0, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        REGISTRY["quantize_delayed"](x, torch.zeros(3, 5), 0, dtype)
+
+
 def test_scales_lie_as_hopper_reads_them() -> None:
     quantize, x = REGISTRY["quantize"].reference, torch.randn(300, 700)
     scale = quantize(x, torch.float8_e4m3fn, 1, 128, torch.float32)[1]

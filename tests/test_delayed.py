@@ -204,6 +204,13 @@ def test_histories_follow_a_move_and_keep_fp32(device) -> None:
     assert before[0, 1] == x.abs().max()
 
 
+def test_a_recipe_that_is_set_later_gets_a_history(device) -> None:
+    module = turbo_nn.Linear(64, 32, device=device, recipe="fp8_blockwise")
+    module.recipe = RECIPE
+    train(module, torch.randn(16, 64, device=device))
+    assert module.amax_history.shape == (3, 17)
+
+
 def test_a_cast_without_its_history_is_refused(device) -> None:
     x, weight = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
     with pytest.raises(ValueError, match=r"a history of 16 steps needs one: use turbo_nn.Linear"):

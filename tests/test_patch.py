@@ -299,3 +299,18 @@ def test_a_patched_decoder_compiles_in_one_graph(device: torch.device) -> None:
     with torch.no_grad():
         actual, expected = compiled(tokens(device)).logits, model(tokens(device)).logits
     assert snr_db(actual, expected) > 25
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (3, {}, "model is a int: give an nn.Module"),
+        (None, {}, "model is a NoneType: give an nn.Module"),
+        (nn.Linear(4, 4), {"skip": 3}, "only and skip are globs, strings, not 3"),
+        (nn.Linear(4, 4), {"only": [None]}, "only and skip are globs, strings, not None"),
+    ],
+    ids=["number", "nothing", "skip", "only"],
+)
+def test_what_cannot_be_patched_is_said(model: object, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turbo_nn.patch(model, "fp8_blockwise", **options)

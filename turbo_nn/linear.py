@@ -48,13 +48,17 @@ class Linear(nn.Linear):
         self.amax_history = _new_history(self.recipe, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.amax_history is not None and self.amax_history.device != self.weight.device:
-            self._move_history()
+        if self.recipe.history:
+            self._keep_history()
         return turbo_ops.linear(x, self.weight, self.bias, self.recipe, self.amax_history)
 
-    def _move_history(self) -> None:
-        old, self.amax_history = self.amax_history, _new_history(self.recipe, self.weight)
-        if old is not None and self.amax_history is not None and not old.is_meta:
+    def _keep_history(self) -> None:
+        """Make the history fit the recipe and follow the weight to its device."""
+        old, steps = self.amax_history, self.recipe.history
+        if old is not None and old.device == self.weight.device and old.shape[1] == steps + 1:
+            return
+        self.amax_history = turbo_ops.new_history(steps, self.weight.device)
+        if old is not None and not old.is_meta and old.shape == self.amax_history.shape:
             turbo_ops.restore_history(self.amax_history, old)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """Swap the classes of a model's modules for accelerated ones, say what was done and why, and swap back."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from turbo_nn import linear, rms_norm
@@ -47,8 +49,10 @@ def patch(
         excluded by only, skip or a policy are not asked for, nor are embeddings, tied heads, routers and LoRA
         factors, unless a policy names the layer itself, without a wildcard: that overrules the default.
     verify: run each kind of module beside its twin on a small CPU probe, and leave it where they disagree.
-    ValueError for an unknown recipe and for a pattern that matches no layer.
+    ValueError for an unknown recipe, for a pattern that matches no layer, and for what is no eager module.
     """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(f"patch: model is a {type(model).__name__}: give an nn.Module that is not scripted")
     policy = as_policy(recipe)
     before = [(module, _twin_of(module)) for module in model.modules() if ORIGINAL in vars(module)]
     unpatch(model)
@@ -185,4 +189,8 @@ def _rule(module: nn.Module) -> Rule | None:
 
 
 def _globs(given: Globs) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+    globs = (given,) if isinstance(given, str) or not isinstance(given or (), Iterable) else given or ()
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise ValueError(f"patch: only and skip are globs, strings, not {glob!r}")
+    return tuple(globs)

@@ -134,8 +134,9 @@ def _into_main_grad(weight: Any, grad_t: Scaled, x_t: Scaled, fast_accum: bool) 
     Where the weight has `grad_added_to_main_grad` it becomes True, and a placeholder makes its hooks run.
     """
     main_grad = weight.main_grad
-    if main_grad.shape != weight.shape:
-        raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the weight's {tuple(weight.shape)}")
+    if main_grad.shape != weight.shape or not main_grad.is_floating_point():
+        given = f"{tuple(main_grad.shape)} of {main_grad.dtype}"
+        raise ValueError(f"main_grad {given} must have the weight's {tuple(weight.shape)} and be fp32, say")
     gemm_accumulate_(main_grad, grad_t.data, x_t.data, grad_t.scale, x_t.scale, fast_accum)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -156,7 +157,7 @@ def linear(
     history: the layer's own `delayed.new_history`, for a recipe that asks for one. Any extents, 0 and 1
     included. Raises ValueError where shapes or, outside autocast, dtypes disagree, or a history is missing.
     """
-    if x.shape[-1] != weight.shape[-1] or weight.ndim != 2:
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., in] and [out, in]"
         )

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from turbo_ops.arch import fp8_dtype
+from turbo_ops.arch import FP8_DTYPES, fp8_dtype
 from turbo_ops.casting import GRAD_OUTPUT, SCALE_DTYPES, AmaxRow, Cast, Scaled
 from turbo_ops.dispatch import op
 
@@ -22,7 +22,7 @@ def quantize(
     amax), rounded to nearest even; NaN or inf in x makes its whole block of data * scale NaN. e8m0 scales are
     the power of two at or above amax / limit. Strides of scale: see `empty_scale`.
     """
-    limit = torch.finfo(dtype).max
+    limit = _limit(x, dtype)
     blocks, rows, cols = _blocks(x.float(), block_rows, block_cols)
     scale, inverse = _scale(blocks.abs().amax((1, 3)), limit, scale_dtype)
     data = (blocks * inverse[:, None, :, None]).clamp(-limit, limit)
@@ -64,8 +64,17 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (data.float() * expand_scale(scale, *data.shape)).to(dtype).contiguous()
 
 
+def _limit(x: Tensor, dtype: torch.dtype) -> float:
+    """The largest value of an FP8 type; ValueError for what can be cast to none."""
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"quantize: x must be [R, C] of floating point, is {tuple(x.shape)} of {x.dtype}")
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"quantize: dtype={dtype}: use an FP8 type")
+    return torch.finfo(dtype).max
+
+
 def _delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = torch.finfo(dtype).max
+    limit = _limit(x, dtype)
     scale, inverse = _scale(history[row, 1:].amax().view(1, 1), limit, torch.float32)
     visible = torch.where(x.isinf(), torch.nan, x.float())
     own = F.pad(visible.abs().flatten(), (0, 1)).amax()

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.arch import FP8_DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.quantize.backend_triton.blocks import plan_blockwise
@@ -35,6 +36,8 @@ def refuses(
 ) -> str | None:
     if x.ndim != 2 or x.dtype not in DTYPES:
         return f"x must be 2-D of fp32, bf16 or fp16, is {x.ndim}-D of {x.dtype}"
+    if dtype not in FP8_DTYPES:
+        return f"dtype must be an FP8 type, is {dtype}"
     block = (block_rows, block_cols, scale_dtype == torch.float8_e8m0fnu)
     if block not in ((0, 0, False), (1, 0, False), (1, 128, False), (128, 128, False), (1, 32, True)):
         return f"no kernel for blocks of {block_rows}x{block_cols} with {scale_dtype} scales"
