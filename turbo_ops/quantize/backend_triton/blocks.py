@@ -9,7 +9,7 @@ from turbo_ops.arch import hardware
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.scale import largest, magnitude, scale_and_inverse, spread
 from turbo_ops.quantize.backend_triton.layout import Layout, Plan
-from turbo_ops.quantize.backend_triton.tiles import largest4, load4, store_rows, store_transposed
+from turbo_ops.quantize.backend_triton.tiles import largest4, store_rows, store_transposed, this_tile
 from turbo_ops.quantize.op import scale_layout
 
 
@@ -85,15 +85,10 @@ def block_cast_kernel(
     EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Cast x in blocks of 1 x B (SQUARE: B x B), and x.t() in the like along its own axes."""
-    tile, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
-    first_r, first_c = (tile // tiles_c).to(tl.int64) * (4 * G), (tile % tiles_c).to(tl.int64) * BC
-    left_r, left_c = R - first_r, C - first_c
-    groups, cols = tl.arange(0, G), tl.arange(0, BC)
-    if WIDE:
-        groups, cols = groups.to(tl.int64), cols.to(tl.int64)
+    first_r, first_c, left_r, left_c, groups, cols, tiles = this_tile(
+        x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC
+    )
     rows = 4 * groups
-    corner = x + first_r * stride_r + first_c * stride_c
-    tiles = load4(corner, rows, cols, left_r, left_c, stride_r, stride_c, EVEN)
     if data is not None:
         out = data + first_r * C + first_c
         if SQUARE:

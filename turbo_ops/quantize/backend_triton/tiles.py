@@ -45,6 +45,22 @@ def load4(x, rows, cols, left_r, left_c, stride_r, stride_c, EVEN: tl.constexpr)
 
 
 @triton.jit
+def this_tile(
+    x, R, C, stride_r, stride_c, EVEN: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Of this program: where its tile begins, what is left of x there, groups of rows, columns, values."""
+    tile, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
+    first_r, first_c = (tile // tiles_c).to(tl.int64) * (4 * G), (tile % tiles_c).to(tl.int64) * BC
+    left_r, left_c = R - first_r, C - first_c
+    groups, cols = tl.arange(0, G), tl.arange(0, BC)
+    if WIDE:
+        groups, cols = groups.to(tl.int64), cols.to(tl.int64)
+    corner = x + first_r * stride_r + first_c * stride_c
+    tiles = load4(corner, 4 * groups, cols, left_r, left_c, stride_r, stride_c, EVEN)
+    return first_r, first_c, left_r, left_c, groups, cols, tiles
+
+
+@triton.jit
 def largest4(a, b, c, d):
     return largest(largest(magnitude(a), magnitude(b)), largest(magnitude(c), magnitude(d)))
 

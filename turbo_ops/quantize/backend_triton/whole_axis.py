@@ -17,6 +17,7 @@ from turbo_ops.quantize.backend_triton.tiles import (
     load4,
     store_rows,
     store_transposed,
+    this_tile,
     visible,
 )
 from turbo_ops.quantize.op import quantize_both_delayed, quantize_delayed
@@ -86,21 +87,16 @@ def cast_kernel(
     EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Cast x by a scale per row and its transpose by a scale per column (STEP 1), or both by one (STEP 0)."""
-    tile, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
-    first_r, first_c = (tile // tiles_c).to(tl.int64) * (4 * G), (tile % tiles_c).to(tl.int64) * BC
-    left_r, left_c = R - first_r, C - first_c
-    groups, cols = tl.arange(0, G), tl.arange(0, BC)
-    if WIDE:
-        groups, cols = groups.to(tl.int64), cols.to(tl.int64)
+    first_r, first_c, left_r, left_c, groups, cols, tiles = this_tile(
+        x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC
+    )
     rows = 4 * groups
-    corner = x + first_r * stride_r + first_c * stride_c
-    tiles = load4(corner, rows, cols, left_r, left_c, stride_r, stride_c, EVEN)
     if data is not None:
         out = data + first_r * C + first_c
         if STEP == 0:
             found = tensor_amax(x, amax, R, C, stride_r, stride_c, PARTS, G, BC)
             whole, inverse = scale_and_inverse(found, LIMIT, False)
-            if tile == 0:
+            if tl.program_id(0) == 0:
                 tl.store(scale, whole)
             for i in tl.static_range(4):
                 store_rows(out, tiles[i], inverse, rows + i, cols, left_r, left_c, C, EVEN)
@@ -117,7 +113,7 @@ def cast_kernel(
         if STEP == 0:
             found = tensor_amax(x, amax_t, R, C, stride_r, stride_c, PARTS, G, BC)
             whole, inverse = scale_and_inverse(found, LIMIT, False)
-            if tile == 0:
+            if tl.program_id(0) == 0:
                 tl.store(scale_t, whole)
             store_transposed(out, tiles, inverse, groups, cols, left_r, left_c, R, EVEN, PACK)
         else:
@@ -142,15 +138,10 @@ def delayed_cast_kernel(
     EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Cast x and its transpose by the amax of the steps before, and note x's own; history_t is history."""
-    tile, tiles_c = tl.program_id(0), tl.cdiv(C, BC)
-    first_r, first_c = (tile // tiles_c).to(tl.int64) * (4 * G), (tile % tiles_c).to(tl.int64) * BC
-    left_r, left_c = R - first_r, C - first_c
-    groups, cols = tl.arange(0, G), tl.arange(0, BC)
-    if WIDE:
-        groups, cols = groups.to(tl.int64), cols.to(tl.int64)
+    first_r, first_c, left_r, left_c, groups, cols, tiles = this_tile(
+        x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC
+    )
     rows = 4 * groups
-    corner = x + first_r * stride_r + first_c * stride_c
-    tiles = load4(corner, rows, cols, left_r, left_c, stride_r, stride_c, EVEN)
     tiles = visible(tiles[0]), visible(tiles[1]), visible(tiles[2]), visible(tiles[3])
     history += ROW * (H + 1)
     history_t += ROW * (H + 1)
@@ -159,7 +150,7 @@ def delayed_cast_kernel(
     tl.atomic_max(slot, own, mask=own > tl.load(slot))  # most programs need not queue for it
     if data is not None:
         whole, inverse = scale_and_inverse(past_amax(history, H, SLOTS), LIMIT, False)
-        if tile == 0:
+        if tl.program_id(0) == 0:
             tl.store(scale, whole)
         out = data + first_r * C + first_c
         for i in tl.static_range(4):
@@ -167,7 +158,7 @@ def delayed_cast_kernel(
             store_rows(out, values, 1.0, rows + i, cols, left_r, left_c, C, EVEN)
     if data_t is not None:
         whole, inverse = scale_and_inverse(past_amax(history_t, H, SLOTS), LIMIT, False)
-        if tile == 0:
+        if tl.program_id(0) == 0:
             tl.store(scale_t, whole)
         values = (
             limited(tiles[0], inverse, LIMIT, SATURATES), limited(tiles[1], inverse, LIMIT, SATURATES),
