@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import turbo_nn
 import turbo_ops
+from turbo_ops import weight_cache
+from turbo_ops.arch import FP8_DTYPES
 
 RANKS = 2
 
@@ -39,6 +41,20 @@ def _full(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def _keeps_no_weights(model: nn.Module) -> None:
+    """FSDP frees a weight after its forward: casts that stayed would be the whole model on each rank."""
+    saved: list[tuple] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t
+    ):
+        for _ in range(2):
+            loss = model(torch.randn(8, 32)).square().mean()
+    loss.backward()
+    assert not any(entry.casts for entry in weight_cache._ENTRIES.values())
+    fp8 = [size for dtype, size in saved if dtype in FP8_DTYPES]
+    assert sorted(set(fp8)) == [8 * 16, 8 * 32], "inputs alone, not the 16x32 of a weight"
+
+
 def _rank(rank: int, store: str, kind: str, recipe: str) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     turbo_ops.reduce_amax_over(dist.group.WORLD)  # each rank sees a batch, the lone model both
@@ -52,6 +68,7 @@ def _rank(rank: int, store: str, kind: str, recipe: str) -> None:
             for layer in (together[0], together[2]):
                 fully_shard(layer, mesh=mesh)
             _train(fully_shard(together, mesh=mesh), rank)
+            _keeps_no_weights(together)
         else:
             _train(nn.parallel.DistributedDataParallel(together), rank)
         for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):

@@ -50,7 +50,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.recipe.history:
             self._keep_history()
-        return turbo_ops.linear(x, self.weight, self.bias, self.recipe, self.amax_history)
+        gathered = "_is_fsdp_managed_module" in self.__dict__
+        return turbo_ops.linear(
+            x, self.weight, self.bias, self.recipe, self.amax_history, resident=not gathered
+        )
 
     def _keep_history(self) -> None:
         """Make the history fit the recipe and follow the weight to its device."""

@@ -29,6 +29,7 @@ class Call(NamedTuple):
     recording: bool
     shared: Tensor | None
     history: Tensor | None
+    resident: bool
 
     def amax(self, row: int) -> AmaxRow | None:
         return None if self.history is None else AmaxRow(self.history, row)
@@ -42,12 +43,12 @@ class LinearFunction(torch.autograd.Function):
         need_x, need_weight = (recording and need for need in ctx.needs_input_grad[:2])
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
         lhs, x_t = _input_casts(x, fprop.lhs, wgrad.rhs, need_weight, call)
-        # a frozen weight keeps one orientation: backward casts the other from the weight itself
-        frozen = need_x and not weight.requires_grad and dgrad.rhs is not None
-        rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not frozen, call)
-        weight_t = Scaled(weight) if frozen else weight_t
+        # backward casts what is not held, from the weight itself
+        recast = need_x and dgrad.rhs is not None and not (call.resident and weight.requires_grad)
+        rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not recast, call)
+        weight_t = Scaled(weight) if recast else weight_t
         ctx.save_for_backward(*(x_t or _NOTHING), *(weight_t or _NOTHING))
-        ctx.call, ctx.frozen = call._replace(shared=None), frozen
+        ctx.call, ctx.recast = call._replace(shared=None), recast
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.weight = weight if need_weight and getattr(weight, "main_grad", None) is not None else None
         bias = None if bias is None else bias.to(dtype)
@@ -69,7 +70,7 @@ class LinearFunction(torch.autograd.Function):
         elif need_weight:
             grad_t = cast(grad_y.t(), wgrad.lhs, amax)
         if need_x:
-            if ctx.frozen:
+            if ctx.recast:
                 weight_t = cast(weight_t.data.t(), dgrad.rhs, ctx.call.amax(WEIGHT))
             grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum)
         if ctx.weight is not None:
@@ -119,7 +120,7 @@ def _weight_casts(
 ) -> tuple[Scaled, Scaled | None]:
     """`_operands`, cast once for all micro-batches of a step."""
     amax = call.amax(WEIGHT)
-    if how is None or not call.recording or torch.compiler.is_compiling():
+    if how is None or not (call.recording and call.resident) or torch.compiler.is_compiling():
         return _operands(weight, how, how_t, need_t, call.dtype, amax)
     return weight_cache.kept(
         weight,
@@ -150,12 +151,16 @@ def linear(
     bias: Tensor | None = None,
     recipe: Recipe | None = None,
     history: Tensor | None = None,
+    *,
+    resident: bool = True,
 ) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias [out] -> [..., out], differentiable once in all three.
 
     The output has x's dtype, or autocast's; gradients have their tensors' dtypes. recipe None means no casts.
-    history: the layer's own `delayed.new_history`, for a recipe that asks for one. Any extents, 0 and 1
-    included. Raises ValueError where shapes or, outside autocast, dtypes disagree, or a history is missing.
+    history: the layer's own `delayed.new_history`, for a recipe that asks for one. resident: whether the
+    weight stays in memory; if not (FSDP gathers it), no cast of it outlives the GEMM that it was made for.
+    Any extents, 0 and 1 included. Raises ValueError where shapes or, outside autocast, dtypes disagree, or a
+    history is missing.
     """
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -171,7 +176,7 @@ def linear(
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
     # an activation inside a graph dies with the step; a buffer of the caller's may be written unseen
     shared = None if torch.compiler.is_compiling() or x.grad_fn is None else x
-    call = Call(recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared, history)
+    call = Call(recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared, history, resident)
     if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
         return LinearFunction.apply(x, weight, bias, call)
     y = LinearFunction.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, call)
