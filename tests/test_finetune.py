@@ -96,6 +96,18 @@ def test_resumed_run_is_bit_for_bit_the_whole_one(whole: Path, tiny, tmp_path) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_resumed_run_has_its_amax_history(tiny, tmp_path) -> None:
+    words = ("--recipe", "fp8_delayed", "--steps", 4, "--lr", 3e-3)
+    for name, more in (
+        ("whole", ("--save-every", 2)),
+        ("again", ("--resume", tmp_path / "whole/checkpoint-2")),
+    ):
+        done = small(tiny, tmp_path / name, *words, *more)
+        assert done.returncode == 0, done.stderr
+    again, whole = ([r["loss"] for r in metrics(tmp_path / n) if "loss" in r] for n in ("again", "whole"))
+    assert again == whole[2:]
+
+
 def test_resume_refuses_other_data_order(whole: Path, tiny, tmp_path) -> None:
     done = small(tiny, tmp_path, "--steps", 8, "--seed", 1, "--resume", whole / "checkpoint-4")
     assert done.returncode == 2

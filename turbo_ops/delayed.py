@@ -1,5 +1,5 @@
-"""Delayed scaling: the largest amax of the optimizer steps before gives the scale of this one ("FP8-LM"'s
-and TransformerEngine's recipe, arXiv 2209.05433): a cast then reads its tensor once.
+"""Delayed scaling: the largest amax of the optimizer steps before gives the scale of this one (arXiv
+2209.05433, TransformerEngine's DelayedScaling): a cast then reads its tensor once.
 
 A history is [3, H + 1] fp32, a row for input, weight and grad_output: slot 0 gathers the amax of the step
 that runs, 1..H hold those of the steps before. It moves on at each `torch.optim` step and at no other time,
@@ -55,7 +55,7 @@ def step() -> None:
     """Move every history on by one optimizer step."""
     kinds: dict[tuple, list[Tensor]] = {}
     for history in [name() for name in list(_LIVE)]:
-        if history is None:
+        if history is None or history.is_meta:
             continue
         kinds.setdefault((history.shape, history.device), []).append(history)
     for histories in kinds.values():
