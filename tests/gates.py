@@ -27,6 +27,8 @@ GATES = {
     "row_cast_kernel": Gate(),
     "rms_norm_bwd_kernel": Gate(),
     "rms_norm_fwd_kernel": Gate(),
+    "swiglu_bwd_kernel": Gate(),
+    "swiglu_fwd_kernel": Gate(),
 }
 
 

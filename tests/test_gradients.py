@@ -341,3 +341,41 @@ def test_rms_norm_repeats_itself(device) -> None:
     first, second = (results(turbo_ops.rms_norm, leaves, grad) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert_close(one, other, 0.0, "second run")
+
+
+ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "halves"])
+def test_swiglu_is_autograds(fused: bool, activation: str, dtype: torch.dtype, device, reference) -> None:
+    packed = torch.randn(2, 5, 2 * 33, device=device).to(dtype).requires_grad_()
+    leaves = [packed] if fused else [half.detach().clone().requires_grad_() for half in packed.chunk(2, -1)]
+    grad = torch.randn(2, 5, 33, device=device).to(dtype)
+
+    def run(function, leaves: list[Tensor]) -> list[Tensor]:
+        halves = leaves[0].chunk(2, -1) if fused else leaves
+        y = function(*halves)
+        return [y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+    def plain(gate: Tensor, up: Tensor) -> Tensor:
+        return ACTIVATIONS[activation](gate) * up
+
+    exact = run(plain, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    eager = run(lambda gate, up: turbo_ops.swiglu(gate, up, activation), leaves)
+    call = torch.compile(
+        lambda gate, up: turbo_ops.swiglu(gate, up, activation), fullgraph=True, backend="aot_eager"
+    )
+    for results in (eager, run(call, leaves)):
+        for ours, theirs in zip(results, exact, strict=True):
+            assert ours.dtype == dtype
+            assert_close(ours, theirs.to(dtype), 1e-4 if dtype == torch.float32 else 1e-2, "swiglu")
+
+
+def test_swiglu_refuses_bad_input(device) -> None:
+    x = torch.randn(3, 4, device=device)
+    with pytest.raises(ValueError, match=r"gate \(3, 4\) torch.float32, up \(3, 5\) torch.float32: give two"):
+        turbo_ops.swiglu(x, torch.randn(3, 5, device=device))
+    with pytest.raises(ValueError, match="activation='relu': use one of silu, gelu_tanh"):
+        turbo_ops.swiglu(x, x, "relu")

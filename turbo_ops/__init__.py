@@ -7,6 +7,7 @@ from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
 from turbo_ops.rms_norm import rms_norm, rms_norm_backend
+from turbo_ops.swiglu import swiglu
 from turbo_ops.weight_cache import weights_changed
 
 reset()
@@ -34,6 +35,7 @@ __all__ = [
     "restore_history",
     "rms_norm",
     "rms_norm_backend",
+    "swiglu",
     "track_history",
     "weights_changed",
 ]
