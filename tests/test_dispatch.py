@@ -215,6 +215,37 @@ def test_a_backend_of_another_schema_is_refused(toys) -> None:
             return x
 
 
+def test_a_preference_goes_before_the_order_and_behind_pins(toys, environment) -> None:
+    environment.setattr(toys.toy_scale, "prefers", lambda x, *_: "blaslt" if len(x) == 4 else None)
+    assert chosen(toys.toy_scale, EVEN) == "blaslt"
+    assert chosen(toys.toy_scale, torch.ones(2, 3)) == "triton"
+    with turbo_ops.force(toy_scale="triton"):
+        assert chosen(toys.toy_scale, EVEN) == "triton"
+    environment.setattr(toys.toy_scale, "prefers", lambda *_: "native")
+    assert chosen(toys.toy_scale, EVEN) == "triton", "one that is not there is passed over"
+
+
+def test_a_planned_backend_plans_once_for_arguments_of_a_kind(toys, environment) -> None:
+    planned = []
+    environment.setattr(toys.toy_scale, "_backends", {**toys.toy_scale._backends})
+
+    @toys.toy_scale.backend("native", planned=True)
+    def _(x: Tensor, factor: float = 2.0, dtype: torch.dtype = torch.float32):
+        planned.append((tuple(x.shape), x.storage_offset() & 15, factor))
+        return lambda x, factor, dtype: x * factor
+
+    with turbo_ops.force(toy_scale="native"):
+        for x in (EVEN, EVEN + 1, torch.ones(17)[1:13].view(4, 3), ODD):
+            assert torch.equal(toys.toy_scale(x), x * 2)
+        toys.toy_scale(EVEN, 3.0)
+    assert planned == [((4, 3), 0, 2.0), ((4, 3), 1, 2.0), ((3, 3), 0, 2.0), ((4, 3), 0, 3.0)]
+    with pytest.raises(TypeError, match=r"toy_scale/blaslt plans \(x: .*Tensor\), not \(Tensor x, "):
+
+        @toys.toy_scale.backend("blaslt", planned=True)
+        def _(x: Tensor):
+            return lambda x: x
+
+
 def test_tensors_on_two_devices(toys) -> None:
     with pytest.raises(ValueError, match="toy_add_: tensors are on several devices: cpu, meta"):
         toys.toy_add_(EVEN, EVEN.to("meta"))

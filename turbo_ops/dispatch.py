@@ -149,7 +149,8 @@ class Op:
             backend = self._decide(args, device)
             if any(isinstance(arg, FakeTensor) for arg in args):  # not tuned, and its key is a real one's
                 return backend.run, None
-            choice = backend.prepared(args), device.index if device.type == "cuda" else None
+            guarded = device.type == "cuda" and torch.cuda.device_count() > 1  # with one GPU it is current
+            choice = backend.prepared(args), device.index if guarded else None
             self._chosen[key] = choice
         return choice
 
