@@ -26,6 +26,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch_size", "seq_len", "grad_accum"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    for name in ("clip", "warmup", "eval_every", "save_every"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must not be negative")
+    if options.clip == 0:
+        options.clip = float("inf")  # off
+    if options.lora is not None and options.lora < 1:
+        parser.error(f"--lora {options.lora}: must be at least 1")
     if options.recipe == "none" and options.policy:
         parser.error("--policy with --recipe none: the policy would not be used, drop one of them")
     return options
@@ -70,7 +77,7 @@ def _parser() -> Parser:
     add("--lr", type=float, default=1e-4, help="peak learning rate, cosine to a tenth (%(default)s)")
     add("--warmup", type=int, default=5, help="steps of linear warm-up (%(default)s)")
     add("--weight-decay", type=float, default=0.0, help="AdamW's (%(default)s)")
-    add("--clip", type=float, default=1.0, help="largest gradient norm (%(default)s)")
+    add("--clip", type=float, default=1.0, help="largest gradient norm, 0 for any (%(default)s)")
     add("--seed", type=int, default=0, help="of data order, dropout and random weights (%(default)s)")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU too; slower")
     add("--checkpointing", action="store_true", help="recompute activations in backward to save memory")

@@ -379,3 +379,20 @@ def test_swiglu_refuses_bad_input(device) -> None:
         turbo_ops.swiglu(x, torch.randn(3, 5, device=device))
     with pytest.raises(ValueError, match="activation='relu': use one of silu, gelu_tanh"):
         turbo_ops.swiglu(x, x, "relu")
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "swiglu"])
+def test_a_second_derivative_is_refused(name: str, device, reference) -> None:
+    """What backward saved would count as constant, and the result be wrong in silence."""
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    other = torch.randn(8, device=device) if name == "rms_norm" else torch.randn(4, 8, device=device)
+    y = getattr(turbo_ops, name)(x, other.requires_grad_())
+    with pytest.raises(RuntimeError, match=f"turbo_ops.{name} is differentiable once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64], ids=str)
+def test_linear_refuses_other_types(dtype: torch.dtype, device) -> None:
+    x, weight = torch.ones(2, 4, device=device).to(dtype), torch.ones(3, 4, device=device).to(dtype)
+    with pytest.raises(ValueError, match=f"linear: x is {dtype}: give fp32, bf16 or fp16"):
+        turbo_ops.linear(x, weight)

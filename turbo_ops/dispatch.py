@@ -228,6 +228,12 @@ def op(
     return lambda reference: Op(reference, order, mutates, prefers)
 
 
+def refuse_second_derivative(name: str) -> None:
+    """RuntimeError in a backward of which a graph is wanted: what it saved would count as constant."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"turbo_ops.{name} is differentiable once: create_graph=True would be wrong")
+
+
 def _known() -> set[str]:
     return {name for contract in REGISTRY.values() for name in (contract.name, contract.family)}
 

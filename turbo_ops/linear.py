@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 
 from turbo_ops import weight_cache
 from turbo_ops.casting import GRAD_OUTPUT, INPUT, WEIGHT, AmaxRow, Cast, Recipe, Scaled
+from turbo_ops.dispatch import refuse_second_derivative
 from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
 
@@ -55,8 +55,8 @@ class LinearFunction(torch.autograd.Function):
         return matmul(lhs, rhs, dtype, bias=bias, fast_accum=fprop.fast_accum)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear")
         saved = ctx.saved_tensors  # once: non-reentrant checkpointing unpacks each tensor a single time
         x_t, weight_t = Scaled(*saved[:2]), Scaled(*saved[2:])
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -81,6 +81,7 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = (None, None)
 HIGH_PRECISION = Recipe()
 
@@ -169,6 +170,8 @@ def linear(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: bias {tuple(bias.shape)} must be [out] of weight {tuple(weight.shape)}")
     dtype = x.dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"linear: x is {dtype}: give fp32, bf16 or fp16")
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     elif not x.dtype == weight.dtype == (x if bias is None else bias).dtype:

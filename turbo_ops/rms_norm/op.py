@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 
-from turbo_ops.dispatch import op
+from turbo_ops.dispatch import op, refuse_second_derivative
 
 
 @op("native", "triton")
@@ -52,8 +51,8 @@ class RMSNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("rms_norm")
         grad_x, grad_weight = rms_norm_bwd(grad_y.contiguous(), *ctx.saved_tensors, *ctx.variant)
         return grad_x, grad_weight, None, None, None
 

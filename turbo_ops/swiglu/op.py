@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from turbo_ops.dispatch import op
+from turbo_ops.dispatch import op, refuse_second_derivative
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -47,8 +46,8 @@ class SwigluFunction(torch.autograd.Function):
         return swiglu_fwd(gate, up, activation)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        refuse_second_derivative("swiglu")
         return *swiglu_bwd(grad_y, *ctx.saved_tensors, ctx.activation), None
 
 

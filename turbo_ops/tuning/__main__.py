@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     output = options.output or tuning.TABLES / f"{arch(device)}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(output.read_text()) if output.exists() else {}
     for name in options.op or sorted(REGISTRY):
         table[name] = tuned_entries(name, options.size, device)
