@@ -22,7 +22,7 @@ BLOCK = 128  # rows, and columns, that are sampled together: the blocks of every
 SAMPLE, MOST_COLUMNS = 1 << 18, 1 << 11  # elements of a tensor that are looked at, and columns among them
 FACTS = ("step", "layer", "operand", "recipe", "dtype")
 NUMBERS = ("amax", "nonfinite", "underflow", "overflow", "snr_db", "snr_t_db")
-LEAST_NOISE = 1e-20  # of the signal's energy: a cast that loses nothing has 200 dB, JSON has no infinity
+LEAST_NOISE = 1e-10  # of the signal: a cast that loses nothing has 200 dB, for JSON has no infinity
 
 
 class Operand(NamedTuple):
@@ -177,14 +177,16 @@ def precision_log(model: nn.Module, every: int = 100, path: str | Path = "precis
 class Sample(NamedTuple):
     """Some of a tensor [R, C], and what the scales of the whole depend on; fp32.
 
-    values [r, c]; row_peaks [r], column_peaks [c]: largest magnitudes of their whole rows and columns of the
-    tensor; amax []: of all.
+    values [r, c]; bordered [r + 1, c + 1]: values, and the largest magnitudes of their whole rows, columns
+    and, in the corner, of the tensor.
     """
 
     values: Tensor
-    row_peaks: Tensor
-    column_peaks: Tensor
-    amax: Tensor
+    bordered: Tensor
+
+    @property
+    def amax(self) -> Tensor:
+        return self.bordered[-1, -1]
 
 
 def sampled(tensor: Tensor) -> Sample:
@@ -192,10 +194,13 @@ def sampled(tensor: Tensor) -> Sample:
     whole = tensor.reshape(-1, tensor.shape[-1])
     columns = _places(whole.shape[1], MOST_COLUMNS // BLOCK, whole.device)
     rows = _places(whole.shape[0], max(SAMPLE // (len(columns) * BLOCK), 1), whole.device)
-    column_peaks = torch.linalg.vector_norm(whole, torch.inf, dim=0).float()  # amax, without a copy for abs
-    chosen = whole[rows]
-    row_peaks = torch.linalg.vector_norm(chosen, torch.inf, dim=1).float()
-    return Sample(chosen[:, columns].float(), row_peaks, column_peaks[columns], column_peaks.amax())
+    chosen, (r, c) = whole[rows], (len(rows), len(columns))
+    peaks = torch.linalg.vector_norm(whole, torch.inf, dim=0)  # amax, without a copy for abs
+    bordered = torch.empty(r + 1, c + 1, device=whole.device)
+    bordered[:r, :c] = chosen[:, columns]
+    bordered[:r, c] = torch.linalg.vector_norm(chosen, torch.inf, dim=1)
+    bordered[r, :c], bordered[r, c] = peaks[columns], peaks.amax()
+    return Sample(bordered[:r, :c], bordered)
 
 
 def _places(extent: int, blocks: int, device: torch.device) -> Tensor:
@@ -211,22 +216,31 @@ def measure(
 ) -> Tensor:
     """`NUMBERS` and `WHAT_IF` of tensor [..., C], the operand of `row`, cast by `casts`; on its device."""
     sample = sampled(tensor)
-    nan = sample.amax.new_full((), torch.nan)
-    loss = functools.cache(functools.partial(_loss, sample))  # many recipes, few casts
-
-    def losses(hows: tuple[Cast | None, Cast | None], past: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (nan, nan) if how is None else loss(how, across, past if how.history else None)
-            for how, across in zip(hows, (False, True), strict=True)
-        ]
-
+    values, nan = sample.values, sample.amax.new_full((), torch.nan)
+    again = functools.cache(functools.partial(_cast, sample))  # many recipes, few casts
+    noise_of = functools.cache(
+        lambda *how: torch.linalg.vector_norm(values - again(*how), dtype=torch.double)
+    )
     past = _past(row, casts, history)
-    (snr, underflow), (snr_t, _) = losses(casts, past)
-    nonfinite = (~sample.values.isfinite()).float().mean()
-    overflow = nan.new_zeros(()) if past is None else (sample.values.abs() > past).float().mean()
-    what_if = [losses(OPERANDS[row].casts(recipe), None) for recipe in WHAT_IF.values()]
-    lower = [torch.fmin(straight, across) for (straight, _), (across, _) in what_if]
-    return torch.stack([sample.amax, nonfinite, underflow, overflow, snr, snr_t, *lower])
+    noises = [
+        nan if how is None else noise_of(how, across, past if recipe is None and how.history else None)
+        for recipe in (None, *WHAT_IF.values())
+        for how, across in zip(OPERANDS[row].casts(recipe) if recipe else casts, (False, True), strict=True)
+    ]
+    signal = torch.linalg.vector_norm(values, dtype=torch.double)  # squares of gradients underflow fp32
+    noise = torch.stack(noises).view(-1, 2)
+    noise = torch.cat([noise[0], torch.fmax(noise[1:, 0], noise[1:, 1])])
+    snr = 20 * torch.log10(signal / torch.maximum(noise, signal * LEAST_NOISE))
+    how, overflow = casts[0], nan.new_zeros(())
+    underflow = nan
+    if how is not None:
+        nonzero = values != 0
+        back = again(how, False, past if how.history else None)
+        underflow = (nonzero & (back == 0)).sum() / nonzero.sum().clamp_min(1)
+    if past is not None:
+        overflow = (values.abs() > past).float().mean()
+    nonfinite = (~values.isfinite()).float().mean()
+    return torch.cat([torch.stack([sample.amax, nonfinite, underflow, overflow]), snr.float()])
 
 
 def _past(row: int, casts: tuple[Cast | None, Cast | None], history: Tensor | None) -> Tensor | None:
@@ -238,29 +252,19 @@ def _past(row: int, casts: tuple[Cast | None, Cast | None], history: Tensor | No
     return torch.where(past > 0, past, torch.finfo(fp8_dtype(delayed.dtype, past.device)).max)
 
 
-def _loss(sample: Sample, how: Cast, across: bool, past: Tensor | None) -> tuple[Tensor, Tensor]:
-    """SNR in dB and underflow of a cast, of the transpose where `across`.
+def _cast(sample: Sample, how: Cast, across: bool, past: Tensor | None) -> Tensor:
+    """The values [r, c] cast and back, as the transpose where `across`; past: see `_past`.
 
-    Scales of a whole axis come from peaks that join the sample as one more row and column.
+    A scale of a whole axis comes from the border, cast with them.
     """
-    values, (r, c) = sample.values, sample.values.shape
+    r, c = sample.values.shape
+    given = sample.bordered if how.block[1] == 0 else sample.values
     if past is not None:
-        values = torch.maximum(torch.minimum(values, past), -past)
-    given = values
-    if how.block[1] == 0:
-        given = torch.empty(r + 1, c + 1, device=values.device)
-        given[:r, :c] = values
-        given[:r, c], given[r, :c], given[r, c] = sample.row_peaks, sample.column_peaks, sample.amax
-        if past is not None:
-            given[:r, c] = given[r] = past
+        given = torch.maximum(torch.minimum(given, past), -past)
+        given[r, c] = past
     how = Cast(how.dtype, how.block, how.scale_dtype)  # a tensor's own amax: `past` is in it by now
     back = turbo_ops.dequantize(*turbo_ops.cast(given.t() if across else given, how), torch.float32)
-    back = (back.t() if across else back)[:r, :c]
-    signal = sample.values.double().square().sum()  # double: squares of small gradients underflow fp32
-    noise = (sample.values - back).double().square().sum()
-    snr = 10 * torch.log10(signal / torch.maximum(noise, signal * LEAST_NOISE))
-    nonzero = sample.values != 0
-    return snr.float(), (nonzero & (back == 0)).sum() / nonzero.sum().clamp_min(1)
+    return (back.t() if across else back)[:r, :c]
 
 
 def read(path: str | Path) -> list[dict]:
