@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.tables import ceilings_line, machine_line, markdown, tables  # noqa: E402
+from benchmarks.tables import Table, ceilings_line, machine_line, markdown, tables  # noqa: E402
 
 INTRODUCTION = """# Performance
 
@@ -35,8 +35,11 @@ def performance(results: Path, name: str) -> str:
     sections = []
     for path in sorted(results.glob("*/*.json")):
         result = json.loads(path.read_text())
-        if isinstance(result, dict) and {"machine", "ceilings", "rows"} <= result.keys():
-            sections.append(section(result, f"{name}/{path.relative_to(results)}"))
+        source = f"{name}/{path.relative_to(results)}"
+        if {"machine", "ceilings", "rows"} <= result.keys():
+            sections.append(section(result, source))
+        elif {"machine", "runs"} <= result.keys():
+            sections.append(convergence(result, source))
     return "\n".join([INTRODUCTION, *(sections or ["There are no results yet.\n"])])
 
 
@@ -45,6 +48,23 @@ def section(result: dict, source: str) -> str:
     head += [f"Ceilings: {ceilings_line(result['ceilings'])}.", ""]
     body = (f"{markdown(table)}\n\nFrom `{source}`.\n" for table in tables(result))
     return "\n".join([*head, *body])
+
+
+def convergence(result: dict, source: str) -> str:
+    """What recipes/convergence.py wrote: the last held-out loss of each recipe."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    rows = [
+        (name, str(run["steps"]), f"{run['loss']:.4f}", f"{run['gap']:+.2%}")
+        for name, run in result["runs"].items()
+    ]
+    table = Table(
+        f"{result['model']} trained from nothing on {result['data']}",
+        ("recipe", "steps", "held-out loss, nats a token", "gap to bf16"),
+        rows,
+    )
+    where = f"{'; '.join(machine['gpus']) or 'CPU'}, {versions}."
+    return f"## {source}\n\n{where}\n\n{markdown(table)}\n\nFrom `{source}`.\n"
 
 
 def main(argv: list[str] | None = None) -> int:

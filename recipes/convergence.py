@@ -2,8 +2,8 @@
 
     python recipes/convergence.py --data corpus.txt --steps 2000 --output out/convergence
 
-Under --output: a folder of finetune.py for each recipe, curves.png, and convergence.json with the losses and
-each recipe's gap to bf16. Exit status 1 where a run failed or a gap is over 1 %.
+Under --output: a folder of finetune.py for each recipe, curves.png, and convergence.json with the machine, the losses
+and each recipe's gap to bf16. Exit status 1 where a run failed or a gap is over 1 %.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 import curves
 
 import turbo_nn
+from turbo_nn import doctor
 
 LARGEST_GAP = 0.01
 FINETUNE = Path(__file__).parent / "finetune.py"
@@ -40,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     if BASE in failed:
         return 1
     found = summary(runs)
-    (output / "convergence.json").write_text(json.dumps(found, indent=1) + "\n")
-    curves.draw(runs, output / "curves.png", f"{options.model} from nothing, {options.steps} steps")
+    machine = {key: doctor.machine()[key] for key in ("versions", "toolkit", "gpus")}
+    record = {"model": options.model, "data": Path(options.data).name, "machine": machine, "runs": found}
+    (output / "convergence.json").write_text(json.dumps(record, indent=1) + "\n")
+    curves.draw_gaps(found, output / "curves.png", f"{options.model} from nothing, {options.steps} steps")
     for name, run in found.items():
         print(f"{name:24} held-out loss {run['loss']:.4f}  gap {run['gap']:+.2%}")
     return int(bool(failed) or any(run["gap"] > LARGEST_GAP for run in found.values()))
@@ -87,7 +90,12 @@ def summary(runs: dict[str, list[dict]]) -> dict[str, dict]:
     }
     base = held_out[BASE][-1][1]
     return {
-        name: {"loss": curve[-1][1], "gap": curve[-1][1] / base - 1, "steps": curve[-1][0], "curve": curve}
+        "bf16" if name == BASE else name: {
+            "loss": curve[-1][1],
+            "gap": curve[-1][1] / base - 1,
+            "steps": curve[-1][0],
+            "curve": curve,
+        }
         for name, curve in held_out.items()
     }
 

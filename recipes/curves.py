@@ -32,3 +32,27 @@ def draw(runs: dict[str, list[dict]], path: Path, title: str) -> Path:
     figure.savefig(path)
     pyplot.close(figure)
     return path
+
+
+def draw_gaps(runs: dict[str, dict], path: Path, title: str) -> Path:
+    """Each run's held-out loss against the step, and below it how far it is from the first run's, in percent.
+
+    runs: name -> {"curve": [[step, loss], ...]}, all at the same steps.
+    """
+    figure, (above, below) = pyplot.subplots(
+        2, sharex=True, figsize=(7, 6), dpi=120, layout="constrained", height_ratios=(2, 3)
+    )
+    base = [loss for _, loss in next(iter(runs.values()))["curve"]]
+    for name, run in runs.items():
+        steps, losses = zip(*run["curve"], strict=True)
+        above.plot(steps, losses, label=name, linewidth=1.2)
+        gaps = [100 * (loss / beside - 1) for loss, beside in zip(losses, base, strict=True)]
+        below.plot(steps, gaps, label=name, linewidth=1.2)
+    above.set(ylabel="held-out loss (nats a token)", title=title)
+    below.set(xlabel="step", ylabel=f"from {next(iter(runs))}, %")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path
