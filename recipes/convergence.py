@@ -2,8 +2,8 @@
 
     python recipes/convergence.py --data corpus.txt --steps 2000 --output out/convergence
 
-Under --output: a folder of finetune.py for each recipe, curves.png, and convergence.json with the machine, the losses
-and each recipe's gap to bf16. Exit status 1 where a run failed or a gap is over 1 %.
+Under --output: a folder of finetune.py for each recipe, curves.png, and convergence.json with the machine,
+the losses and each recipe's gap to bf16. Exit status 1 where a run failed or a gap is over 1 %.
 """
 
 import argparse
