@@ -169,17 +169,47 @@ def test_quantize_by_hand() -> None:
 @pytest.mark.parametrize(
     ("x", "dtype", "message"),
     [
-        (torch.ones(5), torch.float8_e4m3fn, r"x must be \[R, C\] of floating point, is \(5,\)"),
+        (torch.ones(5), torch.float8_e4m3fn, r"x must be \[R, C\] of fp32, bf16 or fp16, is \(5,\)"),
         (torch.ones(5, 5, dtype=torch.int32), torch.float8_e4m3fn, r"is \(5, 5\) of torch.int32"),
+        (torch.ones(5, 5).double(), torch.float8_e4m3fn, r"is \(5, 5\) of torch.float64"),
         (torch.ones(5, 5), torch.float32, r"dtype=torch.float32: use an FP8 type"),
     ],
-    ids=["vector", "integers", "no FP8 type"],
+    ids=["vector", "integers", "doubles", "no FP8 type"],
 )
 def test_quantize_refuses_what_has_no_cast(x: torch.Tensor, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         REGISTRY["quantize"](x, dtype, 0, 0, torch.float32)
     with pytest.raises(ValueError, match=message):
         REGISTRY["quantize_delayed"](x, torch.zeros(3, 5), 0, dtype)
+
+
+@pytest.mark.parametrize(
+    ("block", "scale_dtype"),
+    [
+        ((1, 40), torch.float32),
+        ((1, 0), torch.float8_e8m0fnu),
+        ((0, 0), torch.float16),
+        ((1, 32), torch.float32),
+    ],
+)
+def test_quantize_refuses_scales_that_dequantize_would_misread(block, scale_dtype: torch.dtype) -> None:
+    for name in ("quantize", "quantize_both"):
+        with pytest.raises(ValueError, match=rf"blocks of \({block[0]}, {block[1]}\).*use one of"):
+            REGISTRY[name](torch.ones(64, 80), torch.float8_e4m3fn, *block, scale_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32])
+def test_what_would_be_rounded_to_fp32_is_refused(dtype: torch.dtype) -> None:
+    x = torch.ones(4, 8, dtype=dtype)
+    calls = {
+        "rms_norm": lambda: turbo_ops.rms_norm(x, x[0]),
+        "swiglu": lambda: turbo_ops.swiglu(x, x),
+        "gemm": lambda: turbo_ops.gemm(x, x),
+        "linear": lambda: turbo_ops.linear(x, x),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name}: .* is {dtype}"):
+            call()
 
 
 def test_scales_lie_as_hopper_reads_them() -> None:

@@ -196,6 +196,16 @@ def test_explain(toys, capsys) -> None:
     assert "pinned to triton by force(), which refuses" in capsys.readouterr().out
 
 
+def test_explain_of_what_is_no_product() -> None:
+    answers = turbo_ops.explain("gemm", torch.ones(4, 8), torch.ones(5, 9))
+    assert "must be [M, K] and [N, K]" in answers["reference"]
+
+
+def test_tracing_is_refused_with_a_remedy() -> None:
+    with pytest.raises(turbo_ops.UnsupportedError, match=r"no torch\.jit\.trace: use torch\.compile"):
+        torch.jit.trace(lambda x: turbo_ops.gemm(x, x), torch.ones(4, 8))
+
+
 def test_wrong_arguments_name_the_schema(toys) -> None:
     with pytest.raises(
         TypeError, match=r"missing \['x'\], unknown or repeated \['y'\]; it is \(Tensor x, float"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from models import (
     DECODERS,
     FAMILIES,
@@ -206,6 +207,18 @@ def test_unpatch_refuses_where_something_came_on_top() -> None:
     del model[1].forward
     turbo_nn.unpatch(model)
     assert type(model[0]) is type(model[1]) is nn.Linear
+
+
+def test_unpatch_after_accelerate_took_its_hooks_away() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    patch(model)
+    add_hook_to_module(model[0], ModelHook())
+    with pytest.raises(RuntimeError, match="remove_hook_from_module"):
+        turbo_nn.unpatch(model)
+    remove_hook_from_module(model[0])  # leaves the twin's own forward on the instance
+    assert turbo_nn.unpatch(model) == 1
+    assert "forward" not in vars(model[0])
+    assert type(model[0]) is nn.Linear
 
 
 def test_the_report(device: torch.device) -> None:

@@ -93,6 +93,10 @@ def lookalikes(device: torch.device) -> dict[str, nn.Module]:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 2
 
+    class RMSNormWithDropout(LlamaRMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
     hooked, computed, integers = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
     hooked.forward = lambda x: x
     nn.utils.parametrizations.weight_norm(computed)
@@ -101,6 +105,8 @@ def lookalikes(device: torch.device) -> dict[str, nn.Module]:
     conv1d.nf, conv1d.weight = 8, nn.Parameter(torch.zeros(8, 8))
     return {
         "forward of its own": OwnForward(8, 8),
+        "disagrees": RMSNormWithDropout(8).eval(),
+        "float64": nn.RMSNorm(8, dtype=torch.float64),
         "accelerate": hooked,
         "parametrize": computed,
         "int8": integers,
@@ -123,7 +129,18 @@ def test_lookalikes_are_left_with_a_reason(device: torch.device) -> None:
 def test_multihead_attention_reads_out_proj_itself() -> None:
     found = reasons(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0))
     assert found["self_attn.out_proj"]
-    assert found["linear1"] is found["linear2"] is None
+    assert "fast path" in found["linear1"]
+    named = reasons(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), {"linear1": "fp8_blockwise"})
+    assert named["linear1"] is None
+
+
+def test_bf16_turns_a_casting_layer_back() -> None:
+    model = nn.Sequential(turbo_nn.Linear(8, 8, recipe="fp8_blockwise"), nn.Linear(8, 8))
+    found = reasons(model, "bf16")
+    assert found == {"0": None, "1": "recipe bf16: nothing to cast"}
+    assert not model[0].recipe.casts
+    turbo_nn.unpatch(model)
+    assert model[0].recipe == turbo_nn.RECIPES["fp8_blockwise"]
 
 
 class Labelled(nn.Linear):

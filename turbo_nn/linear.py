@@ -13,13 +13,12 @@ import turbo_ops
 from turbo_nn.recipes import RecipeLike, layer_recipe, name_of
 from turbo_nn.rule import Probe, Rule, Twin, draw
 from turbo_ops import Recipe
-from turbo_ops.arch import arch
+from turbo_ops.arch import DTYPES, arch
 
 # Weights of the smallest layer that gained from FP8, eager, 8192 tokens. On an H200 4096x4096 and 2048x8192
 # did (1.5x, 1.4x), 2048x2048 lost (0.3x), held up by the host: docs/performance.md. AMD's are the same until
 # somebody measures.
 SMALLEST = dict.fromkeys(("sm90", "gfx942", "gfx950"), 4096 * 4096)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Linear(nn.Linear):

@@ -78,7 +78,7 @@ def unpatch(model: nn.Module) -> int:
     """
     patched = [(fqn, module) for fqn, module in model.named_modules() if ORIGINAL in vars(module)]
     for fqn, module in patched:
-        if "forward" in vars(module):
+        if _forward_is_overridden(module):
             raise RuntimeError(
                 f"unpatch: the forward of {fqn!r} was overridden after patch(); undo that first"
                 " (accelerate: remove_hook_from_module(model, recurse=True))"
@@ -92,8 +92,20 @@ def unpatch(model: nn.Module) -> int:
         for name in original.added:
             vars(module).pop(name, None)
         vars(module).update(original.overwritten)
+        vars(module).pop("forward", None)
         module.__class__ = original.cls
     return len(patched)
+
+
+def _forward_is_overridden(module: nn.Module) -> bool:
+    """Not by its own class's, bound: accelerate's remove_hook_from_module leaves that behind."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def _casts(module: nn.Module) -> bool:
+    own = vars(module).get("recipe")
+    return isinstance(own, Recipe) and own.casts
 
 
 def _twin_of(module: nn.Module) -> Twin:
@@ -104,6 +116,7 @@ def _twin_of(module: nn.Module) -> Twin:
 
 def _swap(module: nn.Module, twin: Twin) -> None:
     state = vars(module)
+    state.pop("forward", None)
     overwritten = {name: state[name] for name in twin.attributes if name in state}
     added = tuple(name for name in twin.attributes if name not in state)
     state.update(twin.attributes)
@@ -169,17 +182,17 @@ class _Plan:
             return "no rule of the policy matches"
         if not rule.casts:
             return None
-        if not recipe.casts:
+        if not recipe.casts and not _casts(module):
             return f"recipe {label}: nothing to cast"
         named = self.chosen[module] == "head" or not set("*?[") & set(self.chosen[module])
         return None if named else self.kept.get(module)
 
 
 def _answer(rule: Rule, module: nn.Module, recipe: Recipe, prover: Prover, convert_small: bool) -> Twin | str:
-    if "forward" in vars(module):
+    if _forward_is_overridden(module):
         return "its forward is overridden on the instance (accelerate's hooks, another patcher)"
     reason = rule.refuses(module, recipe)
-    if reason is None and not convert_small:
+    if reason is None and not convert_small and (recipe.casts or not rule.casts):
         reason = rule.small(module)
     return reason or prover.pick(rule, module, recipe)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import turbo_ops
 from turbo_nn.rule import Probe, Rule, Twin, draw, parameters_of_forward
 from turbo_ops import Recipe
+from turbo_ops.arch import DTYPES
 
 # (offset, round_first): which weight multiplies, and whether x_hat is rounded before it does.
 VARIANTS = {"torch, Olmo": (0.0, False), "Llama": (0.0, True), "Gemma": (1.0, False)}
@@ -68,6 +69,8 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
     weight = module._parameters["weight"]
     if (weight is not None and weight.ndim != 1) or (plain and len(module.normalized_shape) != 1):  # type: ignore[arg-type]
         return "it normalises more than the last dimension"
+    if weight is not None and weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}, neither fp32, bf16 nor fp16"
     if not plain and not isinstance(_eps(module), float):
         return "it has no eps"
     inputs = parameters_of_forward(module)

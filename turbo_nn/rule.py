@@ -1,6 +1,7 @@
 """A rule says which modules become what; a probe proves it: the original and its twin must agree."""
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -98,19 +99,19 @@ def kind(module: nn.Module) -> tuple:
 
 @torch.no_grad()
 def _prove(rule: Rule, module: nn.Module) -> int | str:
-    """The index of the first twin that agrees on every probe; the reason where none does."""
+    """The index of the first twin that agrees on every probe, in training and eval; or why there is none."""
     reasons = []
     with torch.device("cpu"), torch.autocast("cpu", enabled=False), turbo_ops.force(**ON_CPU):
-        probes = rule.probe(module)
+        runs = list(itertools.product(rule.probe(module), (module.training, not module.training)))
         uncast = {name: Recipe() for name, value in vars(module).items() if isinstance(value, Recipe)}
         original = Twin(type(module), uncast)
         try:
-            expected = [_run(module, original, probe) for probe in probes]
+            expected = [_run(module, original, *run) for run in runs]
         except FAILURES as error:
             return f"its forward fails on a probe: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         for index, twin in enumerate(rule.convert(module, Recipe())):
-            answers = zip(probes, expected, strict=True)
-            problems = (_disagreement(_run(module, twin, probe), y, probe) for probe, y in answers)
+            answers = zip(runs, expected, strict=True)
+            problems = (_disagreement(_run(module, twin, *run), y, run[0]) for run, y in answers)
             problem = next(filter(None, problems), None)
             if problem is None:
                 return index
@@ -118,13 +119,13 @@ def _prove(rule: Rule, module: nn.Module) -> int | str:
     return f"disagrees with {type(module).__name__} on a probe: {'; or '.join(reasons)}"
 
 
-def _run(module: nn.Module, twin: Twin, probe: Probe) -> Tensor:
+def _run(module: nn.Module, twin: Twin, probe: Probe, training: bool) -> Tensor:
     """The forward of a stand-in: it has `module`'s attributes, the probe's weights, and no hooks."""
     stand_in = twin.cls.__new__(twin.cls)
     nn.Module.__init__(stand_in)
     own = {name: value for name, value in vars(module).items() if name not in BARE}
     stand_in.__dict__.update(own | twin.attributes)
-    stand_in.__dict__.update(_parameters=module._parameters | probe.weights, training=module.training)
+    stand_in.__dict__.update(_parameters=module._parameters | probe.weights, training=training)
     return stand_in.forward(probe.input.clone())
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -62,6 +62,11 @@ def kept(model: nn.Module) -> dict[nn.Module, str]:
             reasons[module] = "embeddings stay in high precision"
         elif id(module._parameters.get("weight")) in shared:
             reasons[module] = "tied: its weight is an embedding's, which stays in high precision"
+        if isinstance(module, nn.TransformerEncoderLayer):
+            fast = (
+                "TransformerEncoderLayer's fast path (eval, no gradients) reads its weight without calling it"
+            )
+            reasons |= dict.fromkeys((module.linear1, module.linear2), fast)
         for router in _routers(module):
             reasons |= dict.fromkeys(router.modules(), "routers stay in high precision")
         if "base_layer" in module._modules:
@@ -115,6 +120,7 @@ def _hint(model: nn.Module, names: Names, pattern: str) -> str:
         return f": it has {len(blocks(model))} blocks"
     if select(model, names, f"{pattern}.*"):
         return f": it is not a layer itself, use '{pattern}.*'"
-    fqns: Iterable[str] = (fqn for some in names.values() for fqn in some)
-    close = difflib.get_close_matches(pattern.strip("*."), fqns, n=1, cutoff=0.4)
+    fqns = [fqn for some in names.values() for fqn in some]
+    inside = [fqn for fqn in fqns if fnmatchcase(fqn, f"*.{pattern}")]  # in a wrapper's .module, say
+    close = inside or difflib.get_close_matches(pattern.strip("*."), fqns, n=1, cutoff=0.4)
     return f": the closest is {close[0]!r}" if close else ""

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of kernels: all compute in fp32
 # gfx942 has only the FNUZ encodings; gfx950, NVIDIA and the CPU references use OCP.
 FP8_FNUZ = {"e4m3": torch.float8_e4m3fnuz, "e5m2": torch.float8_e5m2fnuz}
 FP8_OCP = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

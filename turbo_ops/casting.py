@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
+# (rows, columns) that share a scale, 0 = the whole axis, and the scale of each
+BLOCKS = {(0, 0): "fp32", (1, 0): "fp32", (1, 32): "e8m0", (1, 128): "fp32", (128, 128): "fp32"}
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of an amax history
 SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.float8_e8m0fnu}
 
@@ -32,10 +33,10 @@ class Cast:
         if self.dtype not in ("e4m3", "e5m2"):
             raise ValueError(f"Cast.dtype={self.dtype!r}: use 'e4m3' or 'e5m2'")
         if tuple(self.block) not in BLOCKS:
-            raise ValueError(f"Cast.block={self.block!r}: use one of {BLOCKS}")
+            raise ValueError(f"Cast.block={self.block!r}: use one of {tuple(BLOCKS)}")
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"Cast.scale_dtype={self.scale_dtype!r}: use one of {tuple(SCALE_DTYPES)}")
-        if (self.scale_dtype == "e8m0") != (tuple(self.block) == (1, 32)):
+        if self.scale_dtype != BLOCKS[self.block[0], self.block[1]]:
             raise ValueError(
                 f"Cast: scale_dtype {self.scale_dtype!r} with block {self.block}: e8m0 goes with (1, 32)"
             )

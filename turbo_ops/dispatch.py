@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from turbo_ops import arch, policy, tuning, weight_cache
 
@@ -143,6 +143,10 @@ class Op:
         key = tuple(traits)
         choice = self._chosen.get(key)
         if choice is None:
+            if torch.jit.is_tracing():  # shapes are tensors there: no key is ever found again
+                raise UnsupportedError(
+                    f"{self.name} has no torch.jit.trace: use torch.compile or torch.export"
+                )
             if len(self._chosen) >= CACHE_LIMIT:
                 self._chosen.clear()
             device = self._device(args)
@@ -267,7 +271,11 @@ def explain(name: str | Op, *args: object, **kwargs: object) -> dict[str, str | 
     args = contract._complete(args, kwargs)
     answers = {backend: contract.refusal(backend, args) for backend in (*contract.order, "reference")}
     try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            contract.reference(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
         chosen = contract.choose(*args).name
+    except (ValueError, TypeError) as error:
+        answers["reference"] = chosen = str(error)
     except UnsupportedError as error:
         chosen = f"none: {error}"
     print(f"{contract.name} -> {chosen}")

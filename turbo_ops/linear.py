@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from turbo_ops import weight_cache
+from turbo_ops.arch import DTYPES
 from turbo_ops.casting import GRAD_OUTPUT, INPUT, WEIGHT, AmaxRow, Cast, Recipe, Scaled
 from turbo_ops.dispatch import refuse_second_derivative
 from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
@@ -81,7 +82,6 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = (None, None)
 HIGH_PRECISION = Recipe()
 
@@ -169,6 +169,8 @@ def linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: bias {tuple(bias.shape)} must be [out] of weight {tuple(weight.shape)}")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(f"linear: recipe={recipe!r}: give a Recipe, turbo_nn.RECIPES[name] say")
     dtype = x.dtype
     if dtype not in DTYPES:
         raise ValueError(f"linear: x is {dtype}: give fp32, bf16 or fp16")

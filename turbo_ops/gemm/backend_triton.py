@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from turbo_ops.arch import FP8_DTYPES, hardware
+from turbo_ops.arch import DTYPES, FP8_DTYPES, hardware
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.gemm.op import gemm, gemm_accumulate_, operand_problem
 from turbo_ops.quantize.op import block_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 E8M0 = torch.float8_e8m0fnu
 

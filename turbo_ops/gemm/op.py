@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from turbo_ops.arch import DTYPES
 from turbo_ops.casting import Scaled
 from turbo_ops.dispatch import op
 from turbo_ops.quantize.op import expand_scale
@@ -71,6 +72,8 @@ def operand_problem(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tenso
         return f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [M, K] and [N, K]; transpose with .t()"
     if (a_scale is None) != (b_scale is None):
         return "scale both operands or neither"
+    if a_scale is None and not {a.dtype, b.dtype} <= set(DTYPES):
+        return f"a is {a.dtype}, b {b.dtype}: give fp32, bf16 or fp16, or FP8 with scales"
     return None
 
 

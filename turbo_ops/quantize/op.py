@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from turbo_ops.arch import FP8_DTYPES, fp8_dtype
-from turbo_ops.casting import GRAD_OUTPUT, SCALE_DTYPES, AmaxRow, Cast, Scaled
+from turbo_ops.arch import DTYPES, FP8_DTYPES, fp8_dtype
+from turbo_ops.casting import BLOCKS, GRAD_OUTPUT, SCALE_DTYPES, AmaxRow, Cast, Scaled
 from turbo_ops.dispatch import op
 
 # Keeps amax / limit and limit / amax normal fp32 numbers for every FP8 type (limits 2^7.9 .. 2^15.8).
@@ -22,7 +22,10 @@ def quantize(
     amax), rounded to nearest even; NaN or inf in x makes its whole block of data * scale NaN. e8m0 scales are
     the power of two at or above amax / limit. Strides of scale: see `empty_scale`.
     """
-    limit = _limit(x, dtype)
+    problem = cast_problem(x, dtype, block_rows, block_cols, scale_dtype)
+    if problem:
+        raise ValueError(f"quantize: {problem}")
+    limit = torch.finfo(dtype).max
     blocks, rows, cols = _blocks(x.float(), block_rows, block_cols)
     scale, inverse = _scale(blocks.abs().amax((1, 3)), limit, scale_dtype)
     data = (blocks * inverse[:, None, :, None]).clamp(-limit, limit)
@@ -64,17 +67,25 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (data.float() * expand_scale(scale, *data.shape)).to(dtype).contiguous()
 
 
-def _limit(x: Tensor, dtype: torch.dtype) -> float:
-    """The largest value of an FP8 type; ValueError for what can be cast to none."""
-    if x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(f"quantize: x must be [R, C] of floating point, is {tuple(x.shape)} of {x.dtype}")
+def cast_problem(
+    x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
+) -> str | None:
+    """What makes this no cast at all, for any backend."""
+    if x.ndim != 2 or x.dtype not in DTYPES:
+        return f"x must be [R, C] of fp32, bf16 or fp16, is {tuple(x.shape)} of {x.dtype}"
     if dtype not in FP8_DTYPES:
-        raise ValueError(f"quantize: dtype={dtype}: use an FP8 type")
-    return torch.finfo(dtype).max
+        return f"dtype={dtype}: use an FP8 type"
+    if SCALE_DTYPES.get(BLOCKS.get((block_rows, block_cols), "")) != scale_dtype:
+        known = ", ".join(f"{block} with {scale}" for block, scale in BLOCKS.items())
+        return f"blocks of {(block_rows, block_cols)} with scales of {scale_dtype}: use one of {known}"
+    return None
 
 
 def _delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = _limit(x, dtype)
+    problem = cast_problem(x, dtype, 0, 0, torch.float32)
+    if problem:
+        raise ValueError(f"quantize_delayed: {problem}")
+    limit = torch.finfo(dtype).max
     scale, inverse = _scale(history[row, 1:].amax().view(1, 1), limit, torch.float32)
     visible = torch.where(x.isinf(), torch.nan, x.float())
     own = F.pad(visible.abs().flatten(), (0, 1)).amax()

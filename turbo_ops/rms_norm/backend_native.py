@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from turbo_ops import native
-from turbo_ops.arch import hardware
+from turbo_ops.arch import DTYPES, hardware
 from turbo_ops.rms_norm.op import rms_norm_bwd, rms_norm_fwd
 
 native.load()
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH, MAX_ODD_WIDTH = 16384, 8192  # 512 threads hold 32 elements each, 16 where they move one by one
 
 for contract in (rms_norm_fwd, rms_norm_bwd):

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.arch import DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import interpreted, refuses_device
 from turbo_ops.rms_norm.op import rms_norm_bwd, rms_norm_fwd
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK = 32768
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from turbo_ops.arch import DTYPES
 from turbo_ops.dispatch import op, refuse_second_derivative
 
 
@@ -68,7 +69,8 @@ def rms_norm(
     """Normalise the last dimension of x [..., D] and scale it by weight [D] (None: by 1).
 
     eps defaults to fp32's machine epsilon, for bf16 and fp16 as well, as in torch. offset and
-    round_first: see `rms_norm_fwd`. Differentiable in x and weight. ValueError where weight is not [D].
+    round_first: see `rms_norm_fwd`. Differentiable in x and weight. ValueError where weight is not [D],
+    or for other dtypes than fp32, bf16 and fp16.
     """
     width = x.shape[-1]
     if weight is None:
@@ -77,6 +79,8 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} needs ({width},)"
         )
+    if not {x.dtype, weight.dtype} <= set(DTYPES):
+        raise ValueError(f"rms_norm: x is {x.dtype}, weight {weight.dtype}: give fp32, bf16 or fp16")
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     rows = x.reshape(x.shape[:-1].numel(), width).contiguous()
     return RMSNormFunction.apply(rows, weight, eps, offset, round_first).view(x.shape)

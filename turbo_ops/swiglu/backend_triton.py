@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turbo_ops.arch import DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.swiglu.op import ACTIVATIONS, swiglu_bwd, swiglu_fwd
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 

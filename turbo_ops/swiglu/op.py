@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from turbo_ops.arch import DTYPES
 from turbo_ops.dispatch import op, refuse_second_derivative
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -60,6 +61,8 @@ def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.ndim == 0:
         given = f"gate {tuple(gate.shape)} {gate.dtype}, up {tuple(up.shape)} {up.dtype}"
         raise ValueError(f"swiglu: {given}: give two of one shape [..., D] and dtype")
+    if gate.dtype not in DTYPES:
+        raise ValueError(f"swiglu: gate is {gate.dtype}: give fp32, bf16 or fp16")
     if activation not in ACTIVATIONS:
         raise ValueError(f"swiglu: activation={activation!r}: use one of {', '.join(ACTIVATIONS)}")
     if gate.ndim == 2:

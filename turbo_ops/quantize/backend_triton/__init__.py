@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from turbo_ops.arch import FP8_DTYPES
+from turbo_ops.arch import DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.quantize.backend_triton.blocks import plan_blockwise
@@ -21,6 +21,7 @@ from turbo_ops.quantize.backend_triton.whole_axis import (
 )
 from turbo_ops.quantize.op import (
     block_of,
+    cast_problem,
     dequantize,
     quantize,
     quantize_both,
@@ -28,20 +29,11 @@ from turbo_ops.quantize.op import (
     quantize_delayed,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def refuses(
     x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> str | None:
-    if x.ndim != 2 or x.dtype not in DTYPES:
-        return f"x must be 2-D of fp32, bf16 or fp16, is {x.ndim}-D of {x.dtype}"
-    if dtype not in FP8_DTYPES:
-        return f"dtype must be an FP8 type, is {dtype}"
-    block = (block_rows, block_cols, scale_dtype == torch.float8_e8m0fnu)
-    if block not in ((0, 0, False), (1, 0, False), (1, 128, False), (128, 128, False), (1, 32, True)):
-        return f"no kernel for blocks of {block_rows}x{block_cols} with {scale_dtype} scales"
-    return refuses_device(x, dtype)
+    return cast_problem(x, dtype, block_rows, block_cols, scale_dtype) or refuses_device(x, dtype)
 
 
 def refuses_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> str | None:
