@@ -86,6 +86,13 @@ class Recipe:
         casts = [c for gemm in (self.fprop, self.dgrad, self.wgrad) for c in (gemm.lhs, gemm.rhs) if c]
         return max((cast.history for cast in casts), default=0)
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.fprop, self.dgrad, self.wgrad))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for at each call of a layer, and 3 us long
+
     def __str__(self) -> str:
         lines = []
         for name in ("fprop", "dgrad", "wgrad"):

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,13 +131,7 @@ class Op:
         return self._decide(args, self._device(args))
 
     def _choice(self, args: tuple) -> tuple[Callable, int | None]:
-        # What a choice depends on; of an address, whether a row can start at a multiple of 16.
-        traits = [
-            (arg.dtype, arg.shape, arg.stride(), arg.device, arg.storage_offset() & 15)
-            if isinstance(arg, Tensor)
-            else arg
-            for arg in args
-        ]
+        traits = [kind_of(arg) if isinstance(arg, Tensor) else arg for arg in args]
         if policy.FORCED:
             traits += policy.FORCED.get(self.name), policy.FORCED.get(self.family)
         key = tuple(traits)
@@ -157,6 +151,11 @@ class Op:
             choice = backend.prepared(args), device.index if guarded else None
             self._chosen[key] = choice
         return choice
+
+    def bind(self, args: tuple) -> Callable:
+        """What runs these arguments, for a caller that knows when the next ones are of the same kind."""
+        run, index = self._choice(args)
+        return run if index is None else lambda *rest: self._run(*rest)
 
     def _device(self, args: tuple) -> torch.device:
         devices = {arg.device for arg in args if isinstance(arg, Tensor)}
@@ -238,6 +237,46 @@ def refuse_second_derivative(name: str) -> None:
         raise RuntimeError(f"turbo_ops.{name} is differentiable once: create_graph=True would be wrong")
 
 
+class Bound(dict):
+    """The ops of a caller whose arguments are of one kind at every call: a choice costs 1 to 3 us."""
+
+    def __call__(self, slot: Hashable, contract: Op, *args: Any) -> Any:
+        run = self.get(slot)
+        if run is None:
+            run = self[slot] = contract.bind(args)
+        return run(*args)
+
+    def within(self, kind: Hashable) -> "Bound":
+        """Ops that depend on a further kind of tensor, too."""
+        found = self.get(kind)
+        if found is None:
+            found = self[kind] = Bound()
+        return found
+
+
+def directly(slot: Hashable, contract: Op, *args: Any) -> Any:
+    """In place of a `Bound`, where each call is on its own."""
+    return contract(*args)
+
+
+Runner = Callable[..., Any]  # Bound or directly
+_BOUND = Bound()
+
+
+def kind_of(x: Tensor) -> tuple:
+    """What a choice and a plan depend on; of an address, whether a row can start at a multiple of 16."""
+    return x.dtype, x.shape, x.stride(), x.device, x.storage_offset() & 15
+
+
+def runner(kind: tuple, outer: Runner = _BOUND) -> Runner:
+    """The one `Bound` of a kind; `directly` where a backend is forced or a compiler looks on."""
+    if policy.FORCED or torch.compiler.is_compiling() or not isinstance(outer, Bound):
+        return directly
+    if len(outer) >= CACHE_LIMIT:
+        outer.clear()
+    return outer.within(kind)
+
+
 def _known() -> set[str]:
     return {name for contract in REGISTRY.values() for name in (contract.name, contract.family)}
 
@@ -259,6 +298,7 @@ def reset() -> None:
     tuning.reset()
     weight_cache.reset()
     policy.read_environment(_known())
+    _BOUND.clear()
     for contract in REGISTRY.values():
         contract.reset()
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from turbo_ops import weight_cache
 from turbo_ops.arch import DTYPES
 from turbo_ops.casting import GRAD_OUTPUT, INPUT, WEIGHT, AmaxRow, Cast, Recipe, Scaled
-from turbo_ops.dispatch import refuse_second_derivative
+from turbo_ops.dispatch import Runner, directly, kind_of, refuse_second_derivative, runner
 from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
 
@@ -31,6 +31,7 @@ class Call(NamedTuple):
     shared: Tensor | None
     history: Tensor | None
     resident: bool
+    run: Runner
 
     def amax(self, row: int) -> AmaxRow | None:
         return None if self.history is None else AmaxRow(self.history, row)
@@ -39,45 +40,50 @@ class Call(NamedTuple):
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        recipe, dtype, recording, *_ = call
+        recipe, dtype, recording, _, history, resident, run = call
         # needs_input_grad is True for a parameter under no_grad too, and grad mode is always off in here
         need_x, need_weight = (recording and need for need in ctx.needs_input_grad[:2])
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
         lhs, x_t = _input_casts(x, fprop.lhs, wgrad.rhs, need_weight, call)
         # backward casts what is not held, from the weight itself
-        recast = need_x and dgrad.rhs is not None and not (call.resident and weight.requires_grad)
+        recast = need_x and dgrad.rhs is not None and not (resident and weight.requires_grad)
         rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not recast, call)
         weight_t = Scaled(weight) if recast else weight_t
         ctx.save_for_backward(*(x_t or _NOTHING), *(weight_t or _NOTHING))
-        ctx.call, ctx.recast = call._replace(shared=None), recast
+        ctx.recipe, ctx.history, ctx.run, ctx.recast = recipe, history, run, recast
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.weight = weight if need_weight and getattr(weight, "main_grad", None) is not None else None
         bias = None if bias is None else bias.to(dtype)
-        return matmul(lhs, rhs, dtype, bias=bias, fast_accum=fprop.fast_accum)
+        return matmul(lhs, rhs, dtype, bias=bias, fast_accum=fprop.fast_accum, run=run, slot="fprop")
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear")
         saved = ctx.saved_tensors  # once: non-reentrant checkpointing unpacks each tensor a single time
         x_t, weight_t = Scaled(*saved[:2]), Scaled(*saved[2:])
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dgrad, wgrad, amax = ctx.call.recipe.dgrad, ctx.call.recipe.wgrad, ctx.call.amax(GRAD_OUTPUT)
+        dgrad, wgrad, history = ctx.recipe.dgrad, ctx.recipe.wgrad, ctx.history
+        run = directly if ctx.run is directly else runner(kind_of(grad_y), ctx.run)
+        amax = None if history is None else AmaxRow(history, GRAD_OUTPUT)
         grad_x = grad_weight = None
         if need_x and need_weight:
-            grad, grad_t = cast_both(grad_y, dgrad.lhs, wgrad.lhs, amax)
+            grad, grad_t = cast_both(grad_y, dgrad.lhs, wgrad.lhs, amax, run, GRAD_OUTPUT)
         elif need_x:
-            grad = cast(grad_y, dgrad.lhs, amax)
+            grad = cast(grad_y, dgrad.lhs, amax, run, GRAD_OUTPUT)
         elif need_weight:
-            grad_t = cast(grad_y.t(), wgrad.lhs, amax)
+            grad_t = cast(grad_y.t(), wgrad.lhs, amax, run, "grad_output.t")
         if need_x:
             if ctx.recast:
-                weight_t = cast(weight_t.data.t(), dgrad.rhs, ctx.call.amax(WEIGHT))
-            grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum)
+                past = None if history is None else AmaxRow(history, WEIGHT)
+                weight_t = cast(weight_t.data.t(), dgrad.rhs, past, run, "weight.t")
+            grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum, run=run, slot="dgrad")
         if ctx.weight is not None:
             grad_weight = _into_main_grad(ctx.weight, grad_t, x_t, wgrad.fast_accum)
         elif need_weight:
-            grad_weight = matmul(grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum)
+            grad_weight = matmul(
+                grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum, run=run, slot="wgrad"
+            )
         grad_bias = grad_y.sum(0).to(bias_dtype) if need_bias else None
         return grad_x, grad_weight, grad_bias, None
 
@@ -87,15 +93,16 @@ HIGH_PRECISION = Recipe()
 
 
 def _operands(
-    x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, dtype: torch.dtype, amax: AmaxRow | None
+    x: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, call: Call, row: int
 ) -> tuple[Scaled, Scaled | None]:
-    """x cast along its last axis, x.t() along its own where backward needs it; uncast, in `dtype`."""
+    """x cast along its last axis, x.t() along its own where backward needs it; uncast, in `call.dtype`."""
+    amax, run = call.amax(row), call.run
     if need_t and how is not None and how == how_t:
-        return cast_both(x, how, how_t, amax)
-    operand = cast(x if how else x.to(dtype), how, amax)
+        return cast_both(x, how, how_t, amax, run, row)
+    operand = cast(x if how else x.to(call.dtype), how, amax, run, row)
     if not need_t:
         return operand, None
-    return operand, cast(x.t() if how_t else x.to(dtype).t(), how_t, amax)
+    return operand, cast(x.t() if how_t else x.to(call.dtype).t(), how_t, amax, run, (row, "transposed"))
 
 
 def _input_casts(
@@ -105,13 +112,13 @@ def _input_casts(
 
     The casts are an attribute of the activation, with its version: they die with it.
     """
-    amax, shared = call.amax(INPUT), call.shared
+    shared = call.shared
     if shared is None or how is None:
-        return _operands(x, how, how_t, need_t, call.dtype, amax)
+        return _operands(x, how, how_t, need_t, call, INPUT)
     key = shared._version, x.shape, how, how_t, call.dtype
     found = getattr(shared, "_turbo_casts", None)
     if found is None or found[0] != key or (need_t and found[2] is None):
-        found = key, *_operands(x, how, how_t, need_t, call.dtype, amax)
+        found = key, *_operands(x, how, how_t, need_t, call, INPUT)
         shared._turbo_casts = found  # type: ignore[attr-defined]
     return found[1], found[2] if need_t else None
 
@@ -120,13 +127,12 @@ def _weight_casts(
     weight: Tensor, how: Cast | None, how_t: Cast | None, need_t: bool, call: Call
 ) -> tuple[Scaled, Scaled | None]:
     """`_operands`, cast once for all micro-batches of a step."""
-    amax = call.amax(WEIGHT)
     if how is None or not (call.recording and call.resident) or torch.compiler.is_compiling():
-        return _operands(weight, how, how_t, need_t, call.dtype, amax)
+        return _operands(weight, how, how_t, need_t, call, WEIGHT)
     return weight_cache.kept(
         weight,
         (how, how_t, need_t, call.dtype),
-        lambda: _operands(weight, how, how_t, need_t, call.dtype, amax),
+        lambda: _operands(weight, how, how_t, need_t, call, WEIGHT),
     )
 
 
@@ -180,12 +186,16 @@ def linear(
         dtypes = f"x {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
         raise ValueError(f"linear: dtypes differ ({dtypes}): convert the input, or run under torch.autocast")
     # an activation inside a graph dies with the step; a buffer of the caller's may be written unseen
-    shared = None if torch.compiler.is_compiling() or x.grad_fn is None else x
-    call = Call(recipe or HIGH_PRECISION, dtype, torch.is_grad_enabled(), shared, history, resident)
-    if x.ndim == 2:  # a view's two autograd nodes cost 20 us a step
-        return LinearFunction.apply(x, weight, bias, call)
-    y = LinearFunction.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, call)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    compiling = torch.compiler.is_compiling()
+    shared = None if compiling or x.grad_fn is None else x
+    recipe, rows = recipe or HIGH_PRECISION, x
+    if x.ndim != 2:  # a view's two autograd nodes cost 20 us a step
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    of_bias = None if bias is None or compiling else kind_of(bias)
+    run = directly if compiling else runner((kind_of(rows), kind_of(weight), of_bias, recipe, dtype))
+    call = Call(recipe, dtype, torch.is_grad_enabled(), shared, history, resident, run)
+    y = LinearFunction.apply(rows, weight, bias, call)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_backends(weight: Tensor, recipe: Recipe, tokens: int = 4096) -> str:

@@ -24,9 +24,17 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: tuple, **constants: object):
         self._kernel, self._grid, self._scalars, self._constants = kernel, grid, scalars, constants
         self._compiled: dict[object, Callable] = {}
+        self._aligned: Callable | None = None  # what runs where every address is a multiple of 16
 
     def __call__(self, *tensors: Tensor | None) -> None:
         pointers = [None if t is None else t.data_ptr() for t in tensors]
+        if self._aligned is not None:
+            bits = 0
+            for pointer in pointers:
+                bits |= pointer or 0
+            if not bits & 15:
+                self._aligned(*pointers)
+                return
         # what Triton specialises addresses on: multiples of 16 and, on AMD, buffers under 2 GiB
         key: object = tuple([p is not None and p & 15 == 0 for p in pointers])
         if torch.version.hip:
@@ -41,6 +49,8 @@ class Launch:
             rest = *self._scalars, *(self._constants[name] for name in names)
             device = next(t.device.index for t in tensors if t is not None)
             self._compiled[key] = _runner(compiled, (*self._grid, 1, 1)[:3], rest, device)
+            if not torch.version.hip and not any(p and p & 15 for p in pointers):
+                self._aligned = self._compiled[key]
 
 
 def _runner(compiled: Any, grid: tuple, rest: tuple, device: int) -> Callable:

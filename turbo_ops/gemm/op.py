@@ -1,11 +1,13 @@
 """Matrix product of two operands that both have the contracted axis last; a transpose is a view."""
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from turbo_ops.arch import DTYPES
 from turbo_ops.casting import Scaled
-from turbo_ops.dispatch import op
+from turbo_ops.dispatch import Runner, directly, op
 from turbo_ops.quantize.op import expand_scale
 
 # An FP8 product of fewer multiplications is held up by the host: on an H200's, torch._scaled_mm takes 23 us
@@ -78,7 +80,14 @@ def operand_problem(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tenso
 
 
 def matmul(
-    lhs: Scaled, rhs: Scaled, dtype: torch.dtype, *, bias: Tensor | None = None, fast_accum: bool = True
+    lhs: Scaled,
+    rhs: Scaled,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast_accum: bool = True,
+    run: Runner = directly,
+    slot: Hashable = None,
 ) -> Tensor:
-    """lhs [M, K] @ rhs [N, K].T -> [M, N] of `dtype`."""
-    return gemm(lhs.data, rhs.data, lhs.scale, rhs.scale, bias, dtype, fast_accum)
+    """lhs [M, K] @ rhs [N, K].T -> [M, N] of `dtype`. run, slot: as of `quantize.cast`."""
+    return run(slot, gemm, lhs.data, rhs.data, lhs.scale, rhs.scale, bias, dtype, fast_accum)

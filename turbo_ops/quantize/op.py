@@ -1,12 +1,14 @@
 """Scale each block of a tensor to the range of an FP8 type, then round."""
 
+from collections.abc import Hashable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from turbo_ops.arch import DTYPES, FP8_DTYPES, fp8_dtype
 from turbo_ops.casting import BLOCKS, GRAD_OUTPUT, SCALE_DTYPES, AmaxRow, Cast, Scaled
-from turbo_ops.dispatch import op
+from turbo_ops.dispatch import Runner, directly, op
 
 # Keeps amax / limit and limit / amax normal fp32 numbers for every FP8 type (limits 2^7.9 .. 2^15.8).
 AMAX_FLOOR = 2.0**-110
@@ -75,7 +77,9 @@ def cast_problem(
         return f"x must be [R, C] of fp32, bf16 or fp16, is {tuple(x.shape)} of {x.dtype}"
     if dtype not in FP8_DTYPES:
         return f"dtype={dtype}: use an FP8 type"
-    if SCALE_DTYPES.get(BLOCKS.get((block_rows, block_cols), "")) != scale_dtype:
+    asked = block_rows, block_cols, scale_dtype
+    # compared, not looked up: a compiler that saw two recipes makes the blocks SymInts, which do not hash
+    if all(asked != (*block, SCALE_DTYPES[scale]) for block, scale in BLOCKS.items()):
         known = ", ".join(f"{block} with {scale}" for block, scale in BLOCKS.items())
         return f"blocks of {(block_rows, block_cols)} with scales of {scale_dtype}: use one of {known}"
     return None
@@ -126,8 +130,7 @@ def scale_layout(
     """
     r = -(-rows // block_rows) if block_rows else 1
     c = -(-cols // block_cols) if block_cols else 1
-    # compared, not looked up: a compiler that saw two recipes makes the blocks SymInts, which do not hash
-    if (block_rows, block_cols) == (1, 128):
+    if (block_rows, block_cols) == (1, 128):  # no look-up: see cast_problem
         return (r, c), (1, r)
     return (r, c), ((c + 3) // 4 * 4 if (block_rows, block_cols) == (128, 128) else c, 1)
 
@@ -164,28 +167,41 @@ def expand_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
     return scale
 
 
-def cast(x: Tensor, how: Cast | None, amax: AmaxRow | None = None) -> Scaled:
-    """x [R, C] cast by `how`, blocks along its last axis; None keeps it as it is. amax: of a delayed cast."""
+def cast(
+    x: Tensor, how: Cast | None, amax: AmaxRow | None = None, run: Runner = directly, slot: Hashable = None
+) -> Scaled:
+    """x [R, C] cast by `how`, blocks along its last axis; None keeps it as it is. amax: of a delayed cast.
+
+    run, slot: of a caller that casts tensors of one kind in this slot, again and again.
+    """
     if how is None:
         return Scaled(x)
     past = _past(x, how, amax) if how.history else None
     if past is None:
-        return Scaled(*quantize(x, *cast_arguments(x, how)))
-    return Scaled(*quantize_delayed(x, past.history, past.row, fp8_dtype(how.dtype, x.device)))
+        return Scaled(*run((slot, quantize), quantize, x, *cast_arguments(x, how)))
+    dtype = fp8_dtype(how.dtype, x.device)
+    return Scaled(*run((slot, quantize_delayed), quantize_delayed, x, past.history, past.row, dtype))
 
 
 def cast_both(
-    x: Tensor, how: Cast | None, how_t: Cast | None, amax: AmaxRow | None = None
+    x: Tensor,
+    how: Cast | None,
+    how_t: Cast | None,
+    amax: AmaxRow | None = None,
+    run: Runner = directly,
+    slot: Hashable = None,
 ) -> tuple[Scaled, Scaled]:
     """x [R, C] cast by `how` along C, and x.t() by `how_t` along R; one read where the casts are the same."""
     if how is None or how != how_t:
-        return cast(x, how, amax), cast(x.t(), how_t, amax)
+        return cast(x, how, amax, run, slot), cast(x.t(), how_t, amax, run, (slot, "transposed"))
     past = _past(x, how, amax) if how.history else None
     if past is None:
-        data, scale, data_t, scale_t = quantize_both(x, *cast_arguments(x, how))
+        data, scale, data_t, scale_t = run((slot, quantize_both), quantize_both, x, *cast_arguments(x, how))
     else:
         dtype = fp8_dtype(how.dtype, x.device)
-        data, scale, data_t, scale_t = quantize_both_delayed(x, past.history, past.row, dtype)
+        data, scale, data_t, scale_t = run(
+            (slot, quantize_both_delayed), quantize_both_delayed, x, past.history, past.row, dtype
+        )
     return Scaled(data, scale), Scaled(data_t, scale_t)
 
 

@@ -1,5 +1,6 @@
 """How the kernels see a tensor, and what they write of it."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -29,32 +30,28 @@ class Layout:
         self.limit = torch.finfo(dtype).max
         self.dense = self.strides == (self.extents[1], 1)
         wanted = (self.rows, self.extents), (self.cols, self.extents[::-1])
-        self._outputs = [spec for want, extents in wanted for spec in self._specs(want, *extents)]
+        self._outputs = [make for want, extents in wanted for make in self._makers(want, *extents)]
         order = (2, 3, 0, 1) if self.swapped else (0, 1, 2, 3)
-        self._order = [i for i in order if self._outputs[i]]
+        kept = (self.rows, self.rows, self.cols, self.cols)
+        self._order = [i for i in order if kept[i]]
 
-    def _specs(self, wanted: bool, rows: int, cols: int) -> list[tuple | None]:
-        """Shape, strides, type and true columns of data and scale."""
+    def _makers(self, wanted: bool, rows: int, cols: int) -> tuple[Callable[[], Tensor | None], ...]:
+        """What allocates data and what allocates scale."""
         if not wanted:
-            return [None, None]
+            return (lambda: None), (lambda: None)
         shape, strides = scale_layout(rows, cols, *self.block)
-        padded = (shape[0], strides[0]) if strides[0] > shape[1] and strides[1] == 1 else shape
-        return [
-            ((rows, cols), (max(cols, 1), 1), self.dtype, cols),
-            (padded, strides, self.scale_dtype, shape[1]),
-        ]
+        data = self._allocator((rows, cols), (max(cols, 1), 1), self.dtype)
+        if strides[0] == shape[1] or strides[1] != 1:
+            return data, self._allocator(shape, strides, self.scale_dtype)
+        padded = self._allocator((shape[0], strides[0]), strides, self.scale_dtype)
+        return data, lambda: padded()[:, : shape[1]]
+
+    def _allocator(self, shape: tuple, strides: tuple, dtype: torch.dtype) -> Callable[[], Tensor]:
+        return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
 
     def allocate(self) -> list[Tensor | None]:
         """data, scale, data_t, scale_t; None where not wanted."""
-        outputs: list[Tensor | None] = []
-        for spec in self._outputs:
-            if spec is None:
-                outputs.append(None)
-                continue
-            shape, strides, dtype, cols = spec
-            output = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-            outputs.append(output if shape[1] == cols else output[:, :cols])  # padding included
-        return outputs
+        return [make() for make in self._outputs]
 
     def results(self, outputs: list[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of `allocate`'s."""
