@@ -63,12 +63,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned_memory(environment: pytest.MonkeyPatch) -> None:
     """What nobody wrote reads as NaN (bytes of 0xFF): an unwritten row cannot pass as a lucky zero."""
+    turbo_ops.reset()  # plans hold on to what allocates for them
     torch.utils._device._device_constructors()  # torch remembers them at first use: not the poisoned ones
     for owner, names in ((torch, EMPTY_FUNCTIONS), (torch.Tensor, EMPTY_METHODS)):
         for name in names:
-            monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
+            environment.setattr(owner, name, _poisoning(getattr(owner, name)))
 
 
 def _poisoning(allocate):

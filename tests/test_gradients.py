@@ -120,7 +120,7 @@ def test_linear_without_casts_is_torch(dtype: torch.dtype, device, reference) ->
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple]:
+def calls(environment) -> list[tuple]:
     """(op, shapes of its tensors) of every op that runs."""
     seen, run = [], Op._run
 
@@ -128,7 +128,9 @@ def calls(monkeypatch) -> list[tuple]:
         seen.append((op.name, *(tuple(arg.shape) for arg in args if isinstance(arg, Tensor))))
         return run(op, *args)
 
-    monkeypatch.setattr(Op, "_run", spy)
+    turbo_ops.reset()
+    environment.setattr(Op, "_run", spy)
+    environment.setattr(Op, "bind", lambda op, args: lambda *rest: op._run(*rest))
     return seen
 
 

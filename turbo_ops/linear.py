@@ -50,9 +50,9 @@ class LinearFunction(torch.autograd.Function):
         rhs, weight_t = _weight_casts(weight, fprop.rhs, dgrad.rhs, need_x and not recast, call)
         weight_t = Scaled(weight) if recast else weight_t
         ctx.save_for_backward(*(x_t or _NOTHING), *(weight_t or _NOTHING))
-        ctx.recipe, ctx.history, ctx.run, ctx.recast = recipe, history, run, recast
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.weight = weight if need_weight and getattr(weight, "main_grad", None) is not None else None
+        main = weight if need_weight and getattr(weight, "main_grad", None) is not None else None
+        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.kept = recipe, history, run, recast, main, dtypes
         bias = None if bias is None else bias.to(dtype)
         return matmul(lhs, rhs, dtype, bias=bias, fast_accum=fprop.fast_accum, run=run, slot="fprop")
 
@@ -62,9 +62,9 @@ class LinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: non-reentrant checkpointing unpacks each tensor a single time
         x_t, weight_t = Scaled(*saved[:2]), Scaled(*saved[2:])
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dgrad, wgrad, history = ctx.recipe.dgrad, ctx.recipe.wgrad, ctx.history
-        run = directly if ctx.run is directly else runner(kind_of(grad_y), ctx.run)
+        recipe, history, run, recast, main, (x_dtype, weight_dtype, bias_dtype) = ctx.kept
+        dgrad, wgrad = recipe.dgrad, recipe.wgrad
+        run = directly if run is directly else runner(kind_of(grad_y), run)
         amax = None if history is None else AmaxRow(history, GRAD_OUTPUT)
         grad_x = grad_weight = None
         if need_x and need_weight:
@@ -74,12 +74,12 @@ class LinearFunction(torch.autograd.Function):
         elif need_weight:
             grad_t = cast(grad_y.t(), wgrad.lhs, amax, run, "grad_output.t")
         if need_x:
-            if ctx.recast:
+            if recast:
                 past = None if history is None else AmaxRow(history, WEIGHT)
                 weight_t = cast(weight_t.data.t(), dgrad.rhs, past, run, "weight.t")
             grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum, run=run, slot="dgrad")
-        if ctx.weight is not None:
-            grad_weight = _into_main_grad(ctx.weight, grad_t, x_t, wgrad.fast_accum)
+        if main is not None:
+            grad_weight = _into_main_grad(main, grad_t, x_t, wgrad.fast_accum)
         elif need_weight:
             grad_weight = matmul(
                 grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum, run=run, slot="wgrad"
