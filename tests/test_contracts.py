@@ -82,6 +82,19 @@ def test_backend_equals_reference(op: Op, backend: str, make) -> None:
     check(op, backend, make)
 
 
+ROWWISE = [param for param in contracts() if param.id.startswith("quantize_both-triton-rowwise")]
+
+
+@pytest.mark.parametrize(("op", "backend", "make"), ROWWISE)
+def test_kernels_for_large_tensors_equal_reference_on_small_ones(
+    environment, op: Op, backend: str, make
+) -> None:
+    kernels = pytest.importorskip("turbo_ops.quantize.backend_triton")
+    turbo_ops.reset()
+    environment.setattr(kernels, "SMALL", 0)
+    check(op, backend, make)
+
+
 @pytest.mark.skipif(
     DEVICE.type == "cuda", reason="emulated FNUZ needs the interpreter: this GPU has OCP types"
 )

@@ -14,6 +14,7 @@ from turbo_ops.device.target import refuses_device
 from turbo_ops.quantize.backend_triton.blocks import plan_blockwise
 from turbo_ops.quantize.backend_triton.layout import Layout, Plan
 from turbo_ops.quantize.backend_triton.whole_axis import (
+    SMALL,
     plan_delayed,
     plan_rows,
     plan_rowwise,
@@ -67,7 +68,8 @@ def _plan(layout: Layout) -> Plan:
     if layout.block == (0, 0):
         return plan_tensorwise(layout)
     if layout.block == (1, 0):
-        return plan_rowwise(layout) if layout.cols else plan_rows(layout)
+        small = layout.extents[0] * layout.extents[1] <= SMALL
+        return plan_rows(layout) if small or not layout.cols else plan_rowwise(layout)
     return plan_blockwise(layout)
 
 

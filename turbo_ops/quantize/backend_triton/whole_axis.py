@@ -192,7 +192,7 @@ def row_cast_kernel(
 
 
 PARTS = 512  # shares of a tensor's amax: 4 for each of an H200's 132 multiprocessors
-SMALL = 1 << 16  # elements up to which every program finds amax itself: a launch costs more
+SMALL = 1 << 16  # elements up to which a program finds amax itself: a pass before it costs more
 
 
 def plan_tensorwise(layout: Layout) -> Plan:
@@ -258,17 +258,24 @@ def plan_rowwise(layout: Layout) -> Plan:
 
 
 def plan_rows(layout: Layout) -> Plan:
-    rows, cols = layout.extents
-    block = min(triton.next_power_of_2(cols), 1024)
-    cast = Launch(
-        row_cast_kernel, (triton.cdiv(rows, 4),), (rows, cols, *layout.strides),
-        LIMIT=layout.limit, BR=4, BC=block, num_warps=4,
-    )  # fmt: skip
+    """Each row by a scale of its own; where both orientations are wanted, columns by another launch."""
+    by_row = _row_cast(layout, *layout.extents, *layout.strides)
+    by_col = _row_cast(layout, *layout.extents[::-1], *layout.strides[::-1])
 
     def run(x: Tensor, *_: object) -> tuple[Tensor, ...]:
         outputs = layout.allocate()
-        data, scale = outputs[:2]
-        cast(x, data, scale)
+        data, scale, data_t, scale_t = outputs
+        if data is not None:
+            by_row(x, data, scale)
+        if data_t is not None:
+            by_col(x, data_t, scale_t)
         return layout.results(outputs)
 
     return run
+
+
+def _row_cast(layout: Layout, rows: int, cols: int, stride_r: int, stride_c: int) -> Launch:
+    return Launch(
+        row_cast_kernel, (triton.cdiv(rows, 4),), (rows, cols, stride_r, stride_c),
+        LIMIT=layout.limit, BR=4, BC=min(triton.next_power_of_2(cols), 1024), num_warps=4,
+    )  # fmt: skip
