@@ -54,6 +54,7 @@ class Toolchain:
 def toolchain() -> Toolchain:
     """The backend that TURBO_BUILD names, or the first that is there."""
     wanted = os.environ.get("TURBO_BUILD", "auto").strip().lower() or "auto"
+    asked_archs()  # a name that nobody knows is an error on any machine
     finders = {"hip": _hip, "cuda": _cuda, "cpu": _cpu}
     if wanted != "auto":
         if wanted not in finders:
@@ -85,17 +86,25 @@ def _hip() -> Toolchain | str:
     return "no ROCm: set ROCM_HOME to a folder with include/hip and lib/llvm/bin/clang++"
 
 
-def hip_archs(root: Path) -> tuple[str, ...]:
-    """GPU_ARCHS; `native` asks rocm_agent_enumerator; all that are known where it is not set."""
+def asked_archs() -> tuple[str, ...] | None:
+    """GPU_ARCHS, all that are known where it is not set; None for `native`."""
     asked = os.environ.get("GPU_ARCHS", "").strip().lower()
-    if not asked:
-        return HIP_ARCHS
-    if asked == "native":
-        try:
-            found = subprocess.check_output([root / "bin/rocm_agent_enumerator"], text=True).split()
-        except OSError as error:
-            raise BuildError(f"GPU_ARCHS=native: {error}; name the archs instead") from error
-        asked = ";".join(arch for arch in dict.fromkeys(found) if arch != "gfx000")
+    return None if asked == "native" else known_archs(asked) if asked else HIP_ARCHS
+
+
+def hip_archs(root: Path) -> tuple[str, ...]:
+    """GPU_ARCHS; `native` asks rocm_agent_enumerator."""
+    asked = asked_archs()
+    if asked is not None:
+        return asked
+    try:
+        found = subprocess.check_output([root / "bin/rocm_agent_enumerator"], text=True).split()
+    except OSError as error:
+        raise BuildError(f"GPU_ARCHS=native: {error}; name the archs instead") from error
+    return known_archs(";".join(arch for arch in found if arch != "gfx000"))
+
+
+def known_archs(asked: str) -> tuple[str, ...]:
     archs = tuple(dict.fromkeys(filter(None, re.split(r"[;,\s]+", asked))))
     unknown = [arch for arch in archs if arch not in HIP_ARCHS]
     if unknown or not archs:
@@ -176,16 +185,17 @@ def resources(log: str) -> list[tuple[str, str, int, int]]:
 
 
 class Build:
-    """One build: build.ninja and objects under `work`, libraries into `package`."""
+    """One build: build.ninja, objects and libraries under `work`, and from there into `package`."""
 
     def __init__(self, package: Path):
         self.tools, self.package = toolchain(), package
         self.work = ROOT / "build" / f"native-{self.tools.backend}"
-        self.work.mkdir(parents=True, exist_ok=True)
+        self.made = self.work / "made"
+        self.made.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
-        for old in (*self.package.glob("*.so"), self.package / FAILED):
-            old.unlink(missing_ok=True)
+        for old in self.made.glob("*.so"):
+            old.unlink()
         (self.work / "build.ninja").write_text("\n".join([*self._kernels(), *self._torch(), ""]))
         self._ninja()
         try:
@@ -194,6 +204,10 @@ class Build:
             self._ninja()
         except (BuildError, ImportError) as error:
             print(f"turbo_ops: no build_info(), the libraries work without it: {error}", file=sys.stderr)
+        for old in (*self.package.glob("*.so"), self.package / FAILED):  # not before all is built
+            old.unlink(missing_ok=True)
+        for library in self.made.glob("*.so"):
+            shutil.copy2(library, self.package)
 
     def _kernels(self) -> list[str]:
         tools, objects = self.tools, []
@@ -209,7 +223,7 @@ class Build:
                     f"build {objects[-1]}: kernel {path}",
                     f"  flags = {flags_of(tools.backend, archs, tools.archs)}",
                 ]
-        library = self.package / "libturbo_kernels.so"
+        library = self.made / "libturbo_kernels.so"
         built = f"build {library}: link {' '.join(map(str, objects))}"
         return [*lines, f"rule link\n  command = {tools.link}", built]
 
@@ -224,7 +238,7 @@ class Build:
         libraries = ["torch", "torch_cpu", *_gpu_library()]
         needs = " ".join([*(f"-L{path}" for path in library_paths()), "-Wl,--no-as-needed"])
         needs += "".join(f" -l{library}" for library in libraries)
-        link = f"{_cxx()} -shared -o $out $in -L{self.package} -lturbo_kernels {needs} -Wl,-rpath,'$$ORIGIN'"
+        link = f"{_cxx()} -shared -o $out $in -L{self.made} -lturbo_kernels {needs} -Wl,-rpath,'$$ORIGIN'"
         lines = [
             f"rule torch\n  command = {compile_} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
             f"rule link_torch\n  command = {link}",
@@ -233,14 +247,14 @@ class Build:
         for path in sorted(CSRC.glob("torch/*.cpp")):
             objects.append(self.work / f"torch_{path.stem}.o")
             lines.append(f"build {objects[-1]}: torch {path}")
-        kernels, library = self.package / "libturbo_kernels.so", self.package / "libturbo_torch.so"
+        kernels, library = self.made / "libturbo_kernels.so", self.made / "libturbo_torch.so"
         return [*lines, f"build {library}: link_torch {' '.join(map(str, objects))} | {kernels}"]
 
     def _python(self) -> list[str]:
         import pybind11
 
         includes = f"-I{self.work} -I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
-        module = self.package / f"_build_info{sysconfig.get_config_var('EXT_SUFFIX')}"
+        module = self.made / f"_build_info{sysconfig.get_config_var('EXT_SUFFIX')}"
         command = f"{_cxx()} -O2 -g0 -std=c++17 -fPIC -fvisibility=hidden -shared {includes} $in -o $out"
         source = CSRC / "python/build_info.cpp"
         return [
@@ -308,8 +322,11 @@ class NativeBuild(build_ext):
             )
             if os.environ.get("TURBO_BUILD", "auto").strip().lower() not in ("", "auto"):
                 sys.exit(f"error: {reason}")
-            again = "TURBO_BUILD=cpu python setup.py build_ext --inplace shows all of it"
-            (package / FAILED).write_text(f"{reason.splitlines()[0]} {again}")
+            for stale in package.glob("*.so"):
+                stale.unlink()
+            cause = next((line for line in reason.splitlines()[1:] if "error" in line.lower()), "")
+            again = "python setup.py build_ext --inplace shows all of it"
+            (package / FAILED).write_text(f"{reason.splitlines()[0]} {cause} {again}")
             print(
                 f"{'=' * 72}\nturbo_ops: NO NATIVE KERNELS, pure Python only. {reason}\n{'=' * 72}",
                 file=sys.stderr,

@@ -125,6 +125,9 @@ def test_a_precision_without_a_pin_is_free(toys) -> None:
     [
         ({"toys": "triton"}, r"no op or family 'toys'; known: .*toy, toy_add_, toy_scale"),
         ({"toy": "cutlass"}, r"unknown backend 'cutlass', use one of native, triton, blaslt, reference"),
+        ({"toy": "fp8:triton,fp8:blaslt"}, r"'fp8' is pinned twice, drop one"),
+        ({"toy": "triton,blaslt"}, r"'other' is pinned twice"),
+        ({"toy": ","}, r"unknown backend ''"),
         ({"toy": "fp4:triton"}, r"unknown precision 'fp4', use one of fp8, bf16, fp16, fp32, other"),
     ],
     ids=str,
@@ -194,6 +197,14 @@ def test_explain(toys, capsys) -> None:
     with turbo_ops.force(toy_scale="triton"):
         turbo_ops.explain(toys.toy_scale, ODD)
     assert "pinned to triton by force(), which refuses" in capsys.readouterr().out
+
+
+def test_force_takes_names(toys) -> None:
+    with (
+        pytest.raises(ValueError, match="toy=None: give a backend, one of native"),
+        turbo_ops.force(toy=None),
+    ):
+        pass
 
 
 def test_explain_of_what_is_no_product() -> None:

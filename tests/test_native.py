@@ -169,8 +169,12 @@ def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
     ids=["unknown", "no-rocm", "no-compiler"],
 )
 def test_a_build_that_was_asked_for_fails_loudly(environment: dict, message: str, tmp_path) -> None:
+    before = tmp_path / "copy/turbo_ops/libturbo_kernels.so"
+    build(tmp_path, TURBO_BUILD="metal")  # makes the copy
+    before.write_text("an earlier library")
     done = build(tmp_path, **environment)
     assert done.returncode != 0
+    assert before.read_text() == "an earlier library"
     assert message in done.stderr
 
 
@@ -212,6 +216,10 @@ def test_archs(setup_module_, monkeypatch) -> None:
     monkeypatch.setenv("GPU_ARCHS", "gfx942,gfx90a")
     with pytest.raises(setup_module_.BuildError, match=r"GPU_ARCHS.*gfx90a.*use gfx942 or gfx950"):
         setup_module_.hip_archs(Path("/nowhere"))
+    for build in ("cpu", "auto"):  # on a machine without ROCm, too
+        monkeypatch.setenv("TURBO_BUILD", build)
+        with pytest.raises(setup_module_.BuildError, match="gfx90a"):
+            setup_module_.toolchain()
     both = ("gfx942", "gfx950")
     assert setup_module_.archs_of(Path("gemm_gfx950.cu"), both) == ("gfx950",)
     assert setup_module_.archs_of(Path("gemm_gfx950.cu"), ("gfx942",)) == ()

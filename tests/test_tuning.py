@@ -144,6 +144,7 @@ def test_auto_tuning_is_off_by_default_and_on_a_cpu(auto, environment) -> None:
     op, args, measured = auto
     assert tuning.choose(op, args, torch.device("cpu")) is None
     environment.delenv("TURBO_AUTO_TUNE")
+    tuning.reset()
     assert tuning.choose(op, args, GPU) is None
     assert measured == []
 
@@ -227,6 +228,28 @@ def test_command_writes_a_table(tmp_path) -> None:
     table = json.loads(output.read_text())
     assert table["gemm"] == {"kept": "triton"}
     assert "stale" not in table.get("rms_norm_fwd", {})
+
+
+def test_command_that_measures_nothing_changes_nothing(environment, tmp_path, capsys) -> None:
+    output = tmp_path / "table.json"
+    output.write_text(json.dumps({"gemm": {"kept": "triton"}}))
+    environment.setattr(tuning, "measure", lambda *_: {})
+    assert command.main(["--op", "gemm", "--size", "test", "--output", str(output)]) == 1
+    assert json.loads(output.read_text()) == {"gemm": {"kept": "triton"}}
+    assert "nothing was measured" in capsys.readouterr().out
+
+
+def test_command_refuses_a_folder_as_output(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--output", str(tmp_path)])
+    assert f"--output {tmp_path}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["TURBO_AUTO_TUNE", "TURBO_CHECK_CACHE"])
+def test_a_switch_is_0_or_1(environment, variable: str) -> None:
+    environment.setenv(variable, "yes")
+    with pytest.raises(ValueError, match=f"{variable}='yes': use 0 or 1"):
+        turbo_ops.reset()
 
 
 def test_one_process_agrees_with_itself() -> None:

@@ -31,8 +31,10 @@ def precision(args: Iterable[object]) -> str:
 
 def parse(name: str, value: str) -> dict[str, str]:
     """ "fp8:triton,other:blaslt" -> {"fp8": "triton", "other": "blaslt"}; a bare name is for all."""
-    pins = {}
-    for part in filter(None, (p.strip() for p in value.split(","))):
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: give a backend, one of {', '.join(BACKENDS)}")
+    pins: dict[str, str] = {}
+    for part in value.split(",") if value.strip() else ():
         key, colon, backend = part.rpartition(":")
         key, backend = key.strip() if colon else "other", backend.strip()
         if key not in PRECISION_NAMES:
@@ -43,6 +45,8 @@ def parse(name: str, value: str) -> dict[str, str]:
             raise ValueError(
                 f"{name}={value!r}: unknown backend {backend!r}, use one of {', '.join(BACKENDS)}"
             )
+        if key in pins:
+            raise ValueError(f"{name}={value!r}: {key!r} is pinned twice, drop one")
         pins[key] = backend
     return pins
 
@@ -55,6 +59,14 @@ def pin(pins: Mapping[str, str], names: Iterable[str], args: Iterable[object]) -
             backend = by_precision.get(precision(args), by_precision.get("other"))
             return (name, backend) if backend else None
     return None
+
+
+def flag(variable: str, default: bool) -> bool:
+    """A switch in the environment; ValueError for anything but 0 and 1."""
+    value = os.environ.get(variable, "").strip() or str(int(default))
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable}={value!r}: use 0 or 1, or unset it")
+    return value == "1"
 
 
 def read_environment(known: Iterable[str]) -> None:

@@ -9,7 +9,6 @@ look here. A write through `p.data` itself (`p.data.add_(...)`) moves nothing th
 TURBO_WEIGHT_CACHE=0 turns the cache off.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from turbo_ops import policy
 from turbo_ops.casting import Scaled
 
 Casts = tuple[Scaled, Scaled | None]
@@ -91,11 +91,8 @@ def weights_changed(weights: Iterable[Tensor] | None = None) -> None:
 
 def reset() -> None:
     """Read the environment again, and forget every cast."""
-    for name, default in (("TURBO_WEIGHT_CACHE", "1"), ("TURBO_CHECK_CACHE", "0")):
-        value = os.environ.get(name, "").strip() or default
-        if value not in ("0", "1"):
-            raise ValueError(f"{name}={value!r}: use 0 or 1, or unset it")
-        _FLAGS[name] = value == "1"
+    for name, default in (("TURBO_WEIGHT_CACHE", True), ("TURBO_CHECK_CACHE", False)):
+        _FLAGS[name] = policy.flag(name, default)
     _ENTRIES.clear()
 
 

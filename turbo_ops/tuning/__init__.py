@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from turbo_ops import policy
 from turbo_ops.arch import arch
 from turbo_ops.distributed import agree, agreed
 
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from turbo_ops.dispatch import Op
 
 TABLES = Path(__file__).parents[1] / "tuned"
+_auto = False
 
 
 def choose(op: "Op", args: tuple, device: torch.device) -> str | None:
     """The backend that the tuned table, or auto-tuning, prefers for these arguments."""
     name, entry = arch(device), key(args)
     tuned = _table(name).get(op.name, {}).get(entry)
-    if tuned is None and os.environ.get("TURBO_AUTO_TUNE") == "1" and device.type == "cuda":
+    if tuned is None and _auto and device.type == "cuda":
         tuned = _auto_tuned(op, args, name, entry)
     return tuned
 
@@ -96,7 +98,9 @@ def median_ms(run: Callable[[], object], args: tuple, repeats: int = 20) -> floa
 
 
 def reset() -> None:
-    """Read the tables again."""
+    """Read the tables and the environment again."""
+    global _auto
+    _auto = policy.flag("TURBO_AUTO_TUNE", False)
     _table.cache_clear()
 
 

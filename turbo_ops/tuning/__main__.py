@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,32 +23,49 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", choices=sorted(REGISTRY), action="append", help="only this op (repeatable)")
     parser.add_argument("--size", choices=("test", "bench"), default="bench", help="which cases to measure")
     parser.add_argument("--output", type=Path, help="the table to write (default: tuned/<arch>.json)")
-    options = parser.parse_args(argv)
+    options, measured = parser.parse_args(argv), False
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     output = options.output or tuning.TABLES / f"{arch(device)}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    table = json.loads(output.read_text()) if output.exists() else {}
+    try:  # before minutes of measuring
+        output.parent.mkdir(parents=True, exist_ok=True)
+        table = json.loads(output.read_text()) if output.exists() else {}
+        if not os.access(output if output.exists() else output.parent, os.W_OK):
+            raise PermissionError("not writable")
+    except (OSError, ValueError) as error:
+        parser.error(f"--output {output}: {error}")
     for name in options.op or sorted(REGISTRY):
-        table[name] = tuned_entries(name, options.size, device)
+        found = tuned_entries(name, options.size, device)
+        if found is not None:
+            table[name] = found
+            measured = True
+    if not measured:
+        print(
+            f"nothing was measured on {arch(device)}: no backend accepts its tensors; {output} is as it was"
+        )
+        return 1
     output.write_text(json.dumps({k: v for k, v in table.items() if v}, indent=1, sort_keys=True) + "\n")
     print(f"wrote {output}")
     return 0
 
 
-def tuned_entries(name: str, size: str, device: torch.device) -> dict[str, str]:
-    """Table entries of one op: keys whose fastest backend is not the one that the contract's order gives."""
-    op, entries = REGISTRY[name], {}
+def tuned_entries(name: str, size: str, device: torch.device) -> dict[str, str] | None:
+    """Table entries of one op: keys whose fastest backend is not the one that the contract's order gives.
+
+    None where no backend took a case.
+    """
+    op, entries, measured = REGISTRY[name], {}, False
     for case, make in cases(op, size, device).items():
         args = make()
         times = tuning.measure(op, args, op.order)
         if not times:
             continue
+        measured = True
         default, fastest = next(iter(times)), min(times, key=times.__getitem__)
         if times[fastest] < MARGIN * times[default]:
             entries[tuning.key(args)] = fastest
         row = "  ".join(f"{backend} {ms:.4f} ms" for backend, ms in times.items())
         print(f"{name:18} {case:40} {row}", flush=True)
-    return entries
+    return entries if measured else None
 
 
 if __name__ == "__main__":
