@@ -8,6 +8,7 @@ one that was not interrupted. Under --output: metrics.jsonl, tensorboard/, loss.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -59,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     set_seed(options.seed)
     policy = check_recipe(options)
     text = read_text(options.data)
+    decides = trajectory(options, policy, text, accelerator.num_processes)
+    first = resume_step(options, decides)
     model, tokenizer = models.load(options.model, options.random_init)
     corpus = Corpus.cut(
         tokenizer(text)["input_ids"], options.seq_len, options.batch_size * accelerator.num_processes
@@ -72,9 +75,10 @@ def run(options: argparse.Namespace) -> int:
     )
     accelerator.register_for_checkpointing(turbo_nn.RecipeState(model))
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    first = resumed(accelerator, options)
+    if first:
+        accelerator.load_state(options.resume)
     with Log(output, accelerator, options, first) as log:
-        train(prepared, optimizer, corpus, accelerator, options, first, log)
+        train(prepared, optimizer, corpus, accelerator, options, decides, first, log)
     if accelerator.is_main_process:
         save(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), tokenizer, output, report)
     accelerator.wait_for_everyone()
@@ -128,24 +132,42 @@ def patched(
     return report
 
 
-def resumed(accelerator: Accelerator, options: argparse.Namespace) -> int:
-    """The step to go on from: 0, or that of --resume, whose weights and optimizer are loaded."""
+def trajectory(options: argparse.Namespace, policy: object, text: str, processes: int) -> dict[str, Any]:
+    """All that the weights after a step follow from: a resumed run must have the same."""
+    names = (
+        "model", "random_init", "dtype", "convert_small", "lora", "steps", "batch_size", "seq_len",
+        "grad_accum", "lr", "warmup", "weight_decay", "clip", "seed",
+    )  # fmt: skip
+    decides = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    decides |= {"--policy": repr(policy)} if options.policy else {"--recipe": options.recipe}
+    decides["--data"] = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return decides | {"processes": processes}
+
+
+def resume_step(options: argparse.Namespace, decides: dict[str, Any]) -> int:
+    """The step to go on from: 0, or that of --resume. ValueError where its run was another one."""
     if not options.resume:
         return 0
-    folder = Path(options.resume)
-    if not (folder / "step.json").exists():
+    file = Path(options.resume) / "step.json"
+    if not file.exists():
         raise ValueError(
-            f"--resume {folder}: no checkpoint there, expected a folder like out/finetune/checkpoint-100"
+            f"--resume {options.resume}: no checkpoint there, expected one like out/finetune/checkpoint-100"
         )
-    state = json.loads((folder / "step.json").read_text())
-    for name in ("seed", "batch_size", "seq_len", "grad_accum", "data", "recipe", "lora"):
-        if state["options"].get(name) != getattr(options, name):
-            was, now = state["options"].get(name), getattr(options, name)
-            raise ValueError(
-                f"--resume {folder}: was trained with --{name.replace('_', '-')} {was}, not {now}"
-            )
-    accelerator.load_state(str(folder))
-    return state["step"]
+    try:
+        state = json.loads(file.read_text())
+        step, before = state["step"], state["decides"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--resume {options.resume}: step.json is damaged: {error!r}") from None
+    others = [
+        f"{name} {before.get(name)}, not {decides.get(name)}"
+        for name in before | decides
+        if before.get(name) != decides.get(name)
+    ]
+    if others:
+        raise ValueError(f"--resume {options.resume}: was trained with {'; '.join(others)}: give the same")
+    if step >= options.steps:
+        raise ValueError(f"--resume {options.resume}: is at step {step}, the last of --steps {options.steps}")
+    return step
 
 
 def learning_rate(options: argparse.Namespace, step: int) -> float:
@@ -158,7 +180,7 @@ def learning_rate(options: argparse.Namespace, step: int) -> float:
 
 def train(
     model: nn.Module, optimizer: Any, corpus: Corpus, accelerator: Accelerator, options: argparse.Namespace,
-    first: int, log: "Log",
+    decides: dict, first: int, log: "Log",
 ) -> None:  # fmt: skip
     tokens = options.batch_size * options.seq_len * options.grad_accum * accelerator.num_processes
     for step in range(first, options.steps):
@@ -198,7 +220,7 @@ def train(
         if done == options.steps or (options.eval_every and done % options.eval_every == 0):
             log.write(done, {"eval_loss": held_out_loss(model, corpus, accelerator, options)})
         if options.save_every and done % options.save_every == 0:
-            checkpoint(accelerator, options, done)
+            checkpoint(accelerator, options, decides, done)
 
 
 @torch.no_grad()
@@ -215,11 +237,11 @@ def held_out_loss(
     return torch.stack(losses).mean().item()
 
 
-def checkpoint(accelerator: Accelerator, options: argparse.Namespace, step: int) -> None:
+def checkpoint(accelerator: Accelerator, options: argparse.Namespace, decides: dict, step: int) -> None:
     folder = Path(options.output) / f"checkpoint-{step}"
     accelerator.save_state(str(folder))
     if accelerator.is_main_process:
-        (folder / "step.json").write_text(json.dumps({"step": step, "options": vars(options)}))
+        (folder / "step.json").write_text(json.dumps({"step": step, "decides": decides}))
 
 
 def save(model: nn.Module, tokenizer: Any, output: Path, report: turbo_nn.Report | None) -> None:

@@ -89,4 +89,6 @@ def _tokenizer_or_bytes(source: str) -> Any:
 
 def _one_line(source: str, error: Exception) -> str:
     text = " ".join(str(error).split())
+    if Path(source).is_dir():
+        return f"--model {source}: holds no model that can be loaded: {text[:200]}"
     return f"--model {source}: no such folder or .gguf file, and no hub answered with it: {text[:120]}"

@@ -1,10 +1,11 @@
 """The options of finetune.py, from the command line and a YAML file."""
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
+from turbo_nn.recipes import read_yaml
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,9 +24,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.model is None or options.data is None:
         parser.error(f"--{'model' if options.model is None else 'data'} is missing")
-    for name in ("steps", "batch_size", "seq_len", "grad_accum"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    for name, least in {"steps": 1, "batch_size": 1, "grad_accum": 1, "seq_len": 2}.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+    if Path(options.output).is_file():
+        parser.error(f"--output {options.output}: is a file, give a folder")
     for name in ("clip", "warmup", "eval_every", "save_every"):
         if getattr(options, name) < 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must not be negative")
@@ -91,9 +94,9 @@ def _parser() -> Parser:
 
 def _from_yaml(parser: Parser, path: str) -> dict[str, object]:
     try:
-        given = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        parser.error(f"--config {path}: {' '.join(str(error).split())}")
+        given = read_yaml(path) or {}
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {path}: {error}")
     if not isinstance(given, dict):
         parser.error(f"--config {path}: must be `name: value` lines")
     known = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
@@ -105,8 +108,11 @@ def _from_yaml(parser: Parser, path: str) -> dict[str, object]:
         action = known[name]
         if action.choices and value not in action.choices:
             parser.error(f"--config {path}: {key}: {value!r} is none of {', '.join(action.choices)}")
-        try:
-            found[name] = action.type(value) if action.type and value is not None else value
-        except (TypeError, ValueError):
-            parser.error(f"--config {path}: {key}: {value!r} is no {action.type.__name__}")
+        found[name] = value
+        kind = bool if action.nargs == 0 else action.type or str
+        if kind is float and type(value) in (int, str):  # YAML reads 1e-3 as text
+            with contextlib.suppress(ValueError):
+                found[name] = float(value)
+        if type(found[name]) is not kind:
+            parser.error(f"--config {path}: {key}: {value!r} is no {kind.__name__}")
     return found

@@ -1,5 +1,7 @@
 """recipes/finetune.py as a person runs it: end to end, resumed, and with every kind of bad input."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -15,6 +17,8 @@ for needed in ("accelerate", "peft", "matplotlib", "tensorboard"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+import options  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +112,31 @@ def test_a_resumed_run_has_its_amax_history(tiny, tmp_path) -> None:
     assert again == whole[2:]
 
 
-def test_resume_refuses_other_data_order(whole: Path, tiny, tmp_path) -> None:
-    done = small(tiny, tmp_path, "--steps", 8, "--seed", 1, "--resume", whole / "checkpoint-4")
+OTHER_RUNS = {
+    "seed and rate": (("--seed", 1, "--lr", 1e-3), "--lr 0.003, not 0.001; --seed 0, not 1"),
+    "steps": (("--steps", 9), "--steps 8, not 9: give the same"),
+    "recipe": (("--recipe", "none"), "--recipe fp8_blockwise, not none"),
+    "data": (("--data", "{other}"), "--data sha256 "),
+    "finished": (("--resume", "{whole}/checkpoint-8"), "is at step 8, the last of --steps 8"),
+    "damaged": (("--resume", "{damaged}"), "step.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", list(OTHER_RUNS), ids=lambda name: name.replace(" ", "-"))
+def test_resume_refuses_another_run(what: str, whole: Path, tiny, tmp_path) -> None:
+    """Before the model is loaded, and before anything of the earlier run is overwritten."""
+    (tmp_path / "other.txt").write_text("another text " * 5000)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/step.json").write_text('{"step": 4')
+    paths = {"other": tmp_path / "other.txt", "whole": whole, "damaged": tmp_path / "damaged"}
+    words, message = OTHER_RUNS[what]
+    given = [str(word).format(**paths) for word in words]
+    options = ("--steps", 8, "--eval-every", 4, "--lr", 3e-3, "--resume", whole / "checkpoint-4")
+    done = small(tiny, tmp_path / "out", *options, *given)
     assert done.returncode == 2
-    assert "--seed 0, not 1" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_lora_policy_and_config(tiny, tmp_path) -> None:
@@ -149,6 +174,8 @@ BAD = {
     "no checkpoint": (("--resume", "/nowhere"), "--resume /nowhere: no checkpoint there"),
     "no steps": (("--steps", 0), "--steps 0: must be at least 1"),
     "no config": (("--config", "/nowhere.yaml"), "--config /nowhere.yaml"),
+    "one token": (("--seq-len", 1), "--seq-len 1: must be at least 2"),
+    "file as output": (("--output", __file__), "is a file, give a folder"),
 }
 
 
@@ -164,8 +191,25 @@ def test_bad_input_is_one_line(words: str, tiny, tmp_path) -> None:
 
 def test_bad_config_and_a_model_that_cannot(tiny, tmp_path) -> None:
     config = tmp_path / "options.yaml"
-    config.write_text("stepz: 3\n")
-    assert "unknown option 'stepz'" in small(tiny, tmp_path, "--config", config).stderr
+    for text, message in {
+        "stepz: 3": "unknown option 'stepz'",
+        "steps: 3.9": "steps: 3.9 is no int",
+        "steps: true": "steps: True is no int",
+        "steps:": "steps: None is no int",
+        "lora: 'no'": "lora: 'no' is no int",
+        "convert-small: 'no'": "convert-small: 'no' is no bool",
+        "lr: fast": "lr: 'fast' is no float",
+        "steps: 3\nsteps: 4": f"{config}:2: 'steps' is there twice",
+        "steps:\t3\n\tlr: 1": "indent with spaces",
+    }.items():
+        config.write_text(f"{text}\n")
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
+            options.parse(["--config", str(config), "--model", "m", "--data", "d"])
+        assert message in said.getvalue()
+        assert len(said.getvalue().splitlines()) == 1
+    config.write_text("lr: 1e-3\nconvert-small: true\n")
+    found = options.parse(["--config", str(config), "--model", "m", "--data", "d"])
+    assert (found.lr, found.convert_small) == (1e-3, True)
     shape = {"vocab_size": 512, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
     transformers.GPT2Config(**shape).save_pretrained(tmp_path / "gpt2")
     done = small((str(tmp_path / "gpt2"), tiny[1]), tmp_path / "out", "--steps", 1)

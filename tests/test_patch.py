@@ -194,6 +194,11 @@ def test_strict_raises_and_changes_nothing() -> None:
     patch(Toy(tied=True), strict=True)  # what is protected by default is not asked for
 
 
+def test_an_empty_only_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"only=\[\] leaves everything"):
+        patch(Toy(), only=[])
+
+
 def test_unpatch_refuses_where_something_came_on_top() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     patch(model)

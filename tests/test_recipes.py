@@ -55,8 +55,10 @@ def test_the_first_match_wins() -> None:
     rules = {"*.0.*": "bf16", "head": "mxfp8", "*.down": "fp8_rowwise", "*": "fp8_blockwise"}
     expected = dict(zip(LAYERS, [None, None, "fp8_blockwise", "fp8_rowwise", "mxfp8"], strict=True))
     assert recipes_by_layer(rules) == expected
-    backwards = dict(reversed(rules.items()))
-    assert recipes_by_layer(backwards) == dict.fromkeys(LAYERS, "fp8_blockwise")
+    downs_first = {"*.down": "fp8_rowwise"} | rules
+    assert recipes_by_layer(downs_first) == expected | {LAYERS[1]: "fp8_rowwise"}
+    with pytest.raises(ValueError, match="behind '\\*'"):
+        recipes_by_layer(dict(reversed(rules.items())))
 
 
 def test_patterns_are_anchored() -> None:
@@ -186,6 +188,25 @@ def test_a_policy_from_yaml(tmp_path: Path) -> None:
         ('recipes: {bf16: {}}\nrules: {"*": bf16}\n', "bf16"),
         ('rules: {"*": bf16}\nrule: {"*": bf16}\n', "rule"),
         ("3: bf16\n", "3"),
+        ("{}\n", "it has no rule"),
+        ('"*": bf16\nhead: mxfp8\n', "the rule 'head' is behind '\\*', which takes all: move it up"),
+        (
+            'recipes: {a: {fprop: {lhs: {dtype: e4m3, block: 128}}}}\nrules: {"*": a}\n',
+            "fprop: lhs: Cast.block=128",
+        ),
+        ('recipes: {a: {fprop: {lhs: {dtype: e4m3}}}}\nrules: {"*": a}\n', "fprop: lhs: lacks block"),
+        (
+            'recipes: {a: {fprop: {lhs: {dtype: e4m3, block: [1, 0]}}}}\nrules: {"*": a}\n',
+            "fprop: rhs: is None, must map dtype, block",
+        ),
+        (
+            'recipes: {a: {fprop: {lhs: &x {dtype: e4m3, block: [1, 0]}, rhs: *x, fast_accum: "no"}}}\n'
+            'rules: {"*": a}\n',
+            "Gemm.fast_accum='no': use true or false",
+        ),
+        ("recipes: {}\n", "`rules` and `recipes`, mappings both"),
+        ("rules: mxfp8\n", "`rules` and `recipes`, mappings both"),
+        ('"*":\t\tbf16\n\thead: bf16\n', "indent with spaces"),
         ("? [a, b]\n: bf16\n", "policy.yaml"),
     ],
 )
@@ -194,6 +215,26 @@ def test_a_bad_file_is_one_clear_line(text: str, says: str, tmp_path: Path) -> N
         load_policy(written(tmp_path, text))
     assert "policy.yaml" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_policy_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_bytes(b'"*": \xff\xfe')
+    with pytest.raises(ValueError, match=r"policy\.yaml: is no UTF-8 text"):
+        load_policy(file)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Gemm("e4m3", "e4m3"), "Gemm.lhs='e4m3': give a Cast"),
+        (lambda: Recipe("fp8"), "Recipe.fprop='fp8': give a Gemm"),
+        (lambda: Cast("e4m3", 128), "Cast.block=128: use one of"),
+    ],
+)
+def test_what_a_recipe_is_made_of_is_checked(make, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ class _Plan:
                 self.chosen.setdefault(module, pattern)
         self.excluded: dict[nn.Module, str] = {}
         if only is not None:
+            if not _globs(only):
+                raise ValueError(f"patch: only={only!r} leaves everything: name layers, or drop it")
             wanted = {m for glob in _globs(only) for m in checked_select(model, self.names, glob, "only:")}
             self.excluded |= dict.fromkeys(self.names.keys() - wanted, f"not in only={only!r}")
         for glob in _globs(skip):

@@ -7,6 +7,7 @@ is given as a name of `RECIPES`, a `Recipe`, or a policy: a `Policy`, its mappin
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -66,6 +67,13 @@ class Policy:
         taken = sorted(RECIPES.keys() & self.recipes.keys())
         if taken:
             raise ValueError(f"policy: recipe {taken[0]!r} is a built-in one: choose another name")
+        if not self.rules:
+            raise ValueError("policy: it has no rule: give at least '*': a recipe")
+        every = next((index for index, pattern in enumerate(self.rules) if pattern == "*"), len(self.rules))
+        if unreachable := [*self.rules][every + 1 :]:
+            raise ValueError(
+                f"policy: the rule {unreachable[0]!r} is behind '*', which takes all: move it up"
+            )
         for pattern in self.rules:
             if not isinstance(pattern, str):
                 raise ValueError(f"policy: pattern {pattern!r} is not a string: quote it")
@@ -120,6 +128,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_yaml(path: str | os.PathLike) -> Any:
+    """YAML as plain data. ValueError, one line with the file, for bad YAML, a repeated key, or no UTF-8.
+
+    OSError where the file cannot be read.
+    """
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        hints = {"\\t": "indent with spaces", "alphabetic": "quote patterns that start with *"}
+        hint = next((f" ({say})" for sign, say in hints.items() if sign in str(error.problem)), "")
+        raise ValueError(f"{path}:{line}: {error.problem}{hint}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is no UTF-8 text: {' '.join(str(error).split())}") from None
+
+
 def load_policy(path: str | os.PathLike) -> Policy:
     """A policy from YAML: a mapping of patterns to recipes, or `recipes` of one's own beside `rules`.
 
@@ -129,20 +153,14 @@ def load_policy(path: str | os.PathLike) -> Policy:
     A GEMM that is not named stays in high precision. ValueError, one line that names the file, for bad YAML,
     a repeated key, an unknown recipe or a bad cast; OSError where the file cannot be read.
     """
-    with open(path, encoding="utf-8") as file:
-        try:
-            data = yaml.load(file, _Loader)
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ValueError(f"{path}:{line}: {error.problem} (quote patterns that start with *)") from None
+    data = read_yaml(path)
     try:
         if not isinstance(data, dict):
             raise ValueError("must map patterns to recipes")
         own: dict = {}
-        if isinstance(data.get("rules"), dict):
-            own = data.pop("recipes", None) or {}
-            rules = data.pop("rules")
-            if data or not isinstance(own, dict):
+        if "rules" in data or "recipes" in data:
+            own, rules = data.pop("recipes", {}), data.pop("rules", None)
+            if data or not isinstance(own, dict) or not isinstance(rules, dict):
                 raise ValueError(f"holds `rules` and `recipes`, mappings both, and nothing else: {[*data]}")
             data = rules
         return Policy(data, {name: _recipe(name, gemms) for name, gemms in own.items()})
@@ -151,15 +169,29 @@ def load_policy(path: str | os.PathLike) -> Policy:
 
 
 def _recipe(name: str, gemms: Any) -> Recipe:
+    place = f"recipe {name!r}"
     try:
-        unknown = gemms.keys() - {"fprop", "dgrad", "wgrad"}
-        if unknown:
-            raise ValueError(f"has fprop, dgrad and wgrad, not {sorted(map(str, unknown))}")
-        return Recipe(**{gemm: _gemm(**operands) for gemm, operands in gemms.items()})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"recipe {name!r}: {error}") from None
+        made = {}
+        for gemm, operands in _mapping(gemms, ("fprop", "dgrad", "wgrad")).items():
+            place = f"recipe {name!r}: {gemm}"
+            fields = dict(_mapping(operands, ("lhs", "rhs", "fast_accum")))
+            for operand in ("lhs", "rhs"):
+                place = f"recipe {name!r}: {gemm}: {operand}"
+                cast = _mapping(fields.get(operand), ("dtype", "block", "scale_dtype", "history"))
+                missing = [key for key in ("dtype", "block") if key not in cast]
+                if missing:
+                    raise ValueError(f"lacks {' and '.join(missing)}")
+                fields[operand] = Cast(**cast)
+            made[gemm] = Gemm(**fields)
+        return Recipe(**made)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
-def _gemm(lhs: dict, rhs: dict, fast_accum: bool = True) -> Gemm:
-    left, right = (Cast(**operand | {"block": tuple(operand.get("block", ()))}) for operand in (lhs, rhs))
-    return Gemm(left, right, fast_accum)
+def _mapping(given: Any, keys: tuple[str, ...]) -> dict:
+    if not isinstance(given, dict):
+        raise ValueError(f"is {given!r}, must map {', '.join(keys)}")
+    unknown = [key for key in given if key not in keys]
+    if unknown:
+        raise ValueError(f"has {', '.join(keys)}, not {', '.join(map(repr, unknown))}")
+    return given

@@ -32,7 +32,7 @@ class Cast:
     def __post_init__(self) -> None:
         if self.dtype not in ("e4m3", "e5m2"):
             raise ValueError(f"Cast.dtype={self.dtype!r}: use 'e4m3' or 'e5m2'")
-        if tuple(self.block) not in BLOCKS:
+        if not isinstance(self.block, tuple | list) or tuple(self.block) not in BLOCKS:
             raise ValueError(f"Cast.block={self.block!r}: use one of {tuple(BLOCKS)}")
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"Cast.scale_dtype={self.scale_dtype!r}: use one of {tuple(SCALE_DTYPES)}")
@@ -60,6 +60,11 @@ class Gemm:
     fast_accum: bool = True
 
     def __post_init__(self) -> None:
+        for name, operand in (("lhs", self.lhs), ("rhs", self.rhs)):
+            if not isinstance(operand, Cast | None):
+                raise ValueError(f"Gemm.{name}={operand!r}: give a Cast, or None for high precision")
+        if not isinstance(self.fast_accum, bool):
+            raise ValueError(f"Gemm.fast_accum={self.fast_accum!r}: use true or false")
         if (self.lhs is None) != (self.rhs is None):
             raise ValueError(f"Gemm(lhs={self.lhs}, rhs={self.rhs}): cast both operands or neither")
 
@@ -74,6 +79,11 @@ class Recipe:
     fprop: Gemm = Gemm()
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
+
+    def __post_init__(self) -> None:
+        for name in ("fprop", "dgrad", "wgrad"):
+            if not isinstance(getattr(self, name), Gemm):
+                raise ValueError(f"Recipe.{name}={getattr(self, name)!r}: give a Gemm")
 
     @property
     def casts(self) -> bool:
