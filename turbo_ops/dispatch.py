@@ -63,6 +63,7 @@ class Op:
         self.mutates = mutates
         self.__doc__ = reference.__doc__
         self._parameters = _parameters(reference)
+        self._defaults = tuple(p.default for p in self._parameters.values())
         self._backends = {"reference": Backend("reference", reference)}
         self._missing: dict[str, str] = {}
         self._chosen: dict[tuple, tuple[Callable, int | None]] = {}
@@ -124,7 +125,7 @@ class Op:
 
     def _run_completed(self, *args: Any) -> Any:
         # torch's dispatcher drops trailing arguments that equal their defaults
-        return self._run(*self._complete(args, {}))
+        return self._run(*args, *self._defaults[len(args) :])
 
     def choose(self, *args: object) -> Backend:
         """The pinned backend, the tuned, preferred or first that accepts; else UnsupportedError."""
