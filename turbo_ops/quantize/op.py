@@ -126,8 +126,7 @@ def scale_layout(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shape and strides of the scales of a [rows, cols] tensor: what cuBLASLt reads on Hopper.
 
-    (1, 128): strides (1, rows). (128, 128): rows padded to a multiple of 4 entries, the last one past the
-    tensor, within the 512 bytes that memory comes in. Others: contiguous.
+    (1, 128): strides (1, rows). (128, 128): rows padded to a multiple of 4 entries. Others: contiguous.
     """
     r = -(-rows // block_rows) if block_rows else 1
     c = -(-cols // block_cols) if block_cols else 1
@@ -140,8 +139,10 @@ def empty_scale(
     device: torch.device, rows: int, cols: int, block_rows: int, block_cols: int, scale_dtype: torch.dtype
 ) -> Tensor:
     """Room for the scales of a [rows, cols] tensor, laid out by `scale_layout`."""
-    shape, strides = scale_layout(rows, cols, block_rows, block_cols)
-    return torch.empty_strided(shape, strides, dtype=scale_dtype, device=device)
+    (r, c), strides = scale_layout(rows, cols, block_rows, block_cols)
+    if strides[0] > c and strides[1] == 1:
+        return torch.empty((r, strides[0]), dtype=scale_dtype, device=device)[:, :c]  # padding included
+    return torch.empty_strided((r, c), strides, dtype=scale_dtype, device=device)
 
 
 def block_of(extent: int, scales: int) -> int:

@@ -40,11 +40,14 @@ class Layout:
         if not wanted:
             return (lambda: None), (lambda: None)
         shape, strides = scale_layout(rows, cols, *self.block)
-        layouts = ((rows, cols), (max(cols, 1), 1), self.dtype), (shape, strides, self.scale_dtype)
-        return tuple(
-            functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=self.device)
-            for size, stride, dtype in layouts
-        )
+        data = self._allocator((rows, cols), (max(cols, 1), 1), self.dtype)
+        if strides[0] == shape[1] or strides[1] != 1:
+            return data, self._allocator(shape, strides, self.scale_dtype)
+        padded = self._allocator((shape[0], strides[0]), strides, self.scale_dtype)  # padding included
+        return data, lambda: padded()[:, : shape[1]]
+
+    def _allocator(self, shape: tuple, strides: tuple, dtype: torch.dtype) -> Callable[[], Tensor]:
+        return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=self.device)
 
     def allocate(self) -> list[Tensor | None]:
         """data, scale, data_t, scale_t; None where not wanted."""
