@@ -21,6 +21,7 @@ GATES = {
     "amax_rows_kernel": Gate(),
     "block_cast_kernel": Gate(),
     "cast_kernel": Gate(),
+    "cross_entropy_kernel": Gate(),
     "delayed_cast_kernel": Gate(),
     "dequantize_kernel": Gate(),
     "gemm_kernel": Gate(operand="a"),

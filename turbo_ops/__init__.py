@@ -1,10 +1,12 @@
 """Differentiable ops with interchangeable backends, for training in low precision."""
 
 from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
+from turbo_ops.cross_entropy import cross_entropy_
 from turbo_ops.delayed import new_history, reduce_amax_over, restore_history, track_history
 from turbo_ops.dispatch import UnsupportedError, explain, force, reset
 from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
+from turbo_ops.linear_cross_entropy import linear_cross_entropy
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
 from turbo_ops.rms_norm import rms_norm, rms_norm_backend
 from turbo_ops.swiglu import swiglu
@@ -20,6 +22,7 @@ __all__ = [
     "UnsupportedError",
     "cast",
     "cast_both",
+    "cross_entropy_",
     "dequantize",
     "explain",
     "force",
@@ -27,6 +30,7 @@ __all__ = [
     "gemm_accumulate_",
     "linear",
     "linear_backends",
+    "linear_cross_entropy",
     "new_history",
     "quantize",
     "quantize_both",

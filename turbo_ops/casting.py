@@ -117,6 +117,9 @@ class Recipe:
         return "\n".join(lines)
 
 
+HIGH_PRECISION = Recipe()
+
+
 class Scaled(NamedTuple):
     """`scale` has one entry per block, so its shape says the granularity; None means high precision."""
 

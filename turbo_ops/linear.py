@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from turbo_ops import weight_cache
 from turbo_ops.arch import DTYPES
-from turbo_ops.casting import GRAD_OUTPUT, INPUT, WEIGHT, AmaxRow, Cast, Recipe, Scaled
+from turbo_ops.casting import GRAD_OUTPUT, HIGH_PRECISION, INPUT, WEIGHT, AmaxRow, Cast, Recipe, Scaled
 from turbo_ops.dispatch import Runner, directly, kind_of, refuse_second_derivative, runner
 from turbo_ops.gemm import gemm, gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize
@@ -89,7 +89,6 @@ class LinearFunction(torch.autograd.Function):
 
 
 _NOTHING = (None, None)
-HIGH_PRECISION = Recipe()
 
 
 def _operands(

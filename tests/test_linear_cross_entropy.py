@@ -1,0 +1,175 @@
+"""`linear_cross_entropy` against torch in fp64: values, gradients, what is never in memory."""
+
+import sys
+
+import pytest
+import torch
+from numerics import SNR_FLOOR, snr_db
+from torch import Tensor
+from torch.nn import functional
+
+import turbo_nn
+import turbo_ops
+from turbo_ops import linear_cross_entropy
+
+T, D, V = 37, 24, 50
+
+
+@pytest.fixture(autouse=True)
+def _reference(device: torch.device):
+    pins = {} if device.type == "cuda" else dict.fromkeys(("quantize", "gemm", "cross_entropy"), "reference")
+    with turbo_ops.force(**pins):
+        yield
+
+
+def draw(device: torch.device, dtype=torch.float32, needs=(True, True, True)) -> tuple[list[Tensor], Tensor]:
+    """hidden, weight, bias, and labels of which some are ignored."""
+    sizes = (T, D), (V, D), (V,)
+    leaves = [torch.randn(s).to(device, dtype).requires_grad_(n) for s, n in zip(sizes, needs, strict=True)]
+    labels = torch.randint(V, (T,), device=device)
+    labels[::5] = -100
+    return leaves, labels
+
+
+def outcome(function, leaves: list[Tensor], factor: float = 1.0) -> list[Tensor]:
+    loss = function(*leaves)
+    total = (
+        loss * torch.linspace(0.5, 1.5, loss.numel(), device=loss.device).view(loss.shape)
+    ).sum() * factor
+    return [loss, *torch.autograd.grad(total, [leaf for leaf in leaves if leaf.requires_grad])]
+
+
+def truth(leaves: list[Tensor], labels: Tensor, *, softcap=0.0, z_loss=0.0, divisor=None, **options):
+    def function(hidden, weight, bias):
+        z = hidden @ weight.t() + bias
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        extra = z_loss * z.logsumexp(1).square() * (labels != -100)
+        reduction = options.get("reduction", "mean")
+        loss = functional.cross_entropy(z, labels, **options)
+        if divisor is not None:
+            loss = functional.cross_entropy(z, labels, **options | {"reduction": "sum"}) / divisor
+        kept = divisor or (labels != -100).sum()
+        return loss + {"none": extra, "sum": extra.sum(), "mean": extra.sum() / kept}[reduction]
+
+    doubles = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    return outcome(function, doubles)
+
+
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "divisor": {"divisor": 12.0},
+    "smoothed": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-2},
+    "capped": {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 1e-2, "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 1])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_torch(name: str, chunk: int | None, device: torch.device) -> None:
+    leaves, labels = draw(device)
+    actual = outcome(
+        lambda h, w, b: linear_cross_entropy(h, w, labels, b, chunk=chunk, **OPTIONS[name]), leaves
+    )
+    for ours, right in zip(actual, truth(leaves, labels, **OPTIONS[name]), strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_frozen_parts_get_no_gradient(needs: tuple, reduction: str, device: torch.device) -> None:
+    leaves, labels = draw(device, needs=needs)
+    actual = outcome(lambda h, w, b: linear_cross_entropy(h, w, labels, b, reduction=reduction), leaves)
+    expected = truth(leaves, labels, reduction=reduction)
+    assert len(actual) == len(expected) == 2
+    torch.testing.assert_close(actual[1].double(), expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [name for name in turbo_nn.RECIPES if name != "fp8_delayed"])
+def test_recipes(recipe: str, device: torch.device) -> None:
+    leaves, labels = draw(device, torch.bfloat16)
+    casts = turbo_nn.RECIPES[recipe]
+    actual = outcome(lambda h, w, b: linear_cross_entropy(h, w, labels, b, casts, chunk=16), leaves)
+    floor = SNR_FLOOR["e5m2"] - 3 if casts.casts else 30.0
+    for ours, right in zip(actual, truth(leaves, labels), strict=True):
+        assert snr_db(ours, right) >= floor
+
+
+def test_autocast_keeps_fp32_weights(device: torch.device) -> None:
+    leaves, labels = draw(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = outcome(lambda h, w, b: linear_cross_entropy(h, w, labels, b), leaves)
+    for ours, right in zip(actual, truth(leaves, labels), strict=True):
+        assert ours.dtype == torch.float32
+        assert snr_db(ours, right) > 30
+
+
+def test_the_ends(device: torch.device) -> None:
+    """All ignored is NaN as in torch, no token too; under "sum" both are 0, and so are their gradients."""
+    (hidden, weight, _), labels = draw(device)
+    for rows in (T, 0):
+        ignored = torch.full_like(labels[:rows], -100)
+        assert linear_cross_entropy(hidden[:rows], weight, ignored).isnan()
+        loss = linear_cross_entropy(hidden[:rows], weight, ignored, reduction="sum")
+        assert loss.item() == 0
+        assert not torch.autograd.grad(loss, weight)[0].any()
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, labels).requires_grad
+
+
+def test_logits_are_never_whole(device: torch.device, monkeypatch) -> None:
+    module = sys.modules["turbo_ops.linear_cross_entropy"]
+    seen, matmul = [], module.matmul
+    monkeypatch.setattr(
+        module, "matmul", lambda *args, **options: seen.append(r := matmul(*args, **options)) or r
+    )
+    leaves, labels = draw(device)
+    linear_cross_entropy(leaves[0], leaves[1], labels, chunk=8).backward()
+    assert max(made.shape[0] for made in seen if made.shape[1] == V) == 8
+
+
+def test_a_second_backward_is_refused(device: torch.device) -> None:
+    leaves, labels = draw(device)
+    loss = linear_cross_entropy(leaves[0], leaves[1], labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward needs a second forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"labels": torch.zeros(T)}, r"labels \(37,\) of torch.float32 must be \(37,\) of torch.int64"),
+        ({"weight": torch.zeros(V, D + 1)}, r"must be \[..., D\] and \[V, D\]"),
+        ({"weight": torch.zeros(V, D).half()}, "dtypes differ"),
+        ({"bias": torch.zeros(3)}, r"bias \(3,\) must be \(50,\)"),
+        ({"reduction": "max"}, "reduction='max': use one of mean, sum, none"),
+        ({"reduction": "sum", "divisor": 3.0}, "divisor=3.0 with reduction='sum'"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"recipe": turbo_nn.RECIPES["fp8_delayed"]}, "amax history"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value[:20],
+)
+def test_bad_input_is_named(change: dict, says: str) -> None:
+    given = {"hidden": torch.zeros(T, D), "weight": torch.zeros(V, D), "labels": torch.zeros(T).long()}
+    with pytest.raises(ValueError, match=says):
+        linear_cross_entropy(**given | change)
+
+
+def test_a_label_that_is_no_class_is_nan(device: torch.device) -> None:
+    (hidden, weight, _), labels = draw(device)
+    labels[1] = V
+    losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    assert losses[1].isnan()
+    assert losses.isnan().sum() == 1
+
+
+def test_compiles_whole(device: torch.device) -> None:
+    leaves, labels = draw(device)
+    function = lambda h, w, b: linear_cross_entropy(h, w, labels, b, chunk=16)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for ours, right in zip(outcome(compiled, leaves), outcome(function, leaves), strict=True):
+        torch.testing.assert_close(ours, right)

@@ -1,0 +1,103 @@
+"""A row a program, read twice: an online softmax (arXiv 1805.02867), then the gradient over the logits."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turbo_ops.arch import DTYPES
+from turbo_ops.cross_entropy.op import cross_entropy_
+from turbo_ops.device.launch import Launch
+from turbo_ops.device.target import refuses_device
+
+
+def refuses(
+    logits: Tensor,
+    labels: Tensor,
+    row_scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> str | None:
+    if logits.ndim != 2 or logits.dtype not in DTYPES or (logits.numel() and logits.stride(1) != 1):
+        given = f"{tuple(logits.shape)} of {logits.dtype}, strides {logits.stride()}"
+        return f"logits must be [T, V] of fp32, bf16 or fp16 with contiguous rows, are {given}"
+    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64 or not labels.is_contiguous():
+        return f"labels must be [T] int64, contiguous, are {tuple(labels.shape)} of {labels.dtype}"
+    if row_scale is not None and not (row_scale.dtype == torch.float32 and row_scale.is_contiguous()):
+        return f"row_scale must be [T] fp32, contiguous, is {row_scale.dtype}, strides {row_scale.stride()}"
+    return refuses_device(logits)
+
+
+@triton.jit
+def capped(values, softcap, CAPPED: tl.constexpr):
+    if CAPPED:
+        values = softcap * (2 * tl.sigmoid(2 * values / softcap) - 1)  # tanh
+    return values
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits, labels, row_scale, losses, V, stride, ignore_index, label_smoothing, z_loss, softcap,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, label = logits + row * stride, tl.load(labels + row)
+    is_class = (label >= 0) & (label < V)
+    # read before the loop's barriers: behind them, other warps may have written a gradient there
+    of_label = capped(tl.load(at + tl.where(is_class, label, 0)).to(tl.float32), softcap, CAPPED)
+    highest, total, summed = float("-inf"), 0.0, 0.0
+    for start in range(0, V, BLOCK):
+        inside = start + block < V
+        z = capped(tl.load(at + start + block, mask=inside, other=0.0).to(tl.float32), softcap, CAPPED)
+        summed += tl.sum(tl.where(inside, z, 0.0))
+        z = tl.where(inside, z, float("-inf"))
+        higher = tl.maximum(highest, tl.max(z))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(z - higher))
+        highest = higher
+    lse = highest + tl.log(total)
+    loss = lse - (1 - label_smoothing) * of_label - label_smoothing * (summed / V)
+    loss = tl.where(is_class, loss + z_loss * lse * lse, float("nan"))
+    tl.store(losses + row, tl.where(label == ignore_index, 0.0, loss))
+    if row_scale is not None:
+        scale = tl.load(row_scale + row)
+        for start in range(0, V, BLOCK):
+            cols = start + block
+            z = tl.load(at + cols, mask=cols < V, other=0.0).to(tl.float32)
+            z = capped(z, softcap, CAPPED)
+            grad = tl.exp(z - lse) * (1 + 2 * z_loss * lse) - label_smoothing / V
+            grad = tl.where(cols == label, grad - (1 - label_smoothing), grad)
+            if CAPPED:
+                grad *= 1 - (z / softcap) * (z / softcap)
+            grad = tl.where(label == ignore_index, 0.0, grad * scale)
+            tl.store(at + cols, grad.to(logits.dtype.element_ty), mask=cols < V)
+
+
+@cross_entropy_.backend("triton", refuses=refuses, planned=True)
+def _(
+    logits: Tensor,
+    labels: Tensor,
+    row_scale: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Callable:
+    rows, classes = logits.shape
+    block = min(triton.next_power_of_2(max(classes, 1)), 8192)
+    launch = Launch(
+        cross_entropy_kernel, (rows,),
+        (classes, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap),
+        CAPPED=bool(softcap), BLOCK=block, num_warps=max(block // 512, 1),
+    )  # fmt: skip
+
+    def run(logits: Tensor, labels: Tensor, row_scale: Tensor | None, *_: object) -> Tensor:
+        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        if rows:
+            launch(logits, labels, row_scale, losses)
+        return losses
+
+    return run

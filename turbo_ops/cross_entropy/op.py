@@ -1,0 +1,40 @@
+"""Cross-entropy of each row, and its gradient in place of the logits: none of the two is in memory twice."""
+
+import torch
+from torch import Tensor
+
+from turbo_ops.dispatch import op
+
+
+@op("triton", mutates=("logits",))
+def cross_entropy_(
+    logits: Tensor,
+    labels: Tensor,
+    row_scale: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """logits [T, V], labels [T] int64 -> losses [T] fp32, computed in fp32; 0 where labels are ignore_index.
+
+    With row_scale [T] fp32, logits become d(sum(row_scale * losses)) / d(logits); without, they stay as they
+    are. z = softcap * tanh(logits / softcap), or logits where softcap is 0. A loss is
+    lse(z) - (1 - label_smoothing) * z[label] - label_smoothing * mean(z) + z_loss * lse(z)^2
+    (label smoothing: arXiv 1512.00567; z-loss: arXiv 2204.02311). NaN where a label is no class.
+    """
+    raw = logits.float()
+    z = softcap * torch.tanh(raw / softcap) if softcap else raw
+    kept, classes = labels != ignore_index, logits.shape[1]
+    label = labels.clamp(0, classes - 1)[:, None]
+    lse = z.logsumexp(1)
+    losses = lse - (1 - label_smoothing) * z.gather(1, label)[:, 0] - label_smoothing * z.mean(1)
+    losses = losses + z_loss * lse.square()
+    losses = torch.where((labels < 0) | (labels >= classes), torch.nan, losses)
+    if row_scale is not None:
+        grad = torch.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None] - label_smoothing / classes
+        grad = grad.scatter_add(1, label, torch.full_like(grad[:, :1], label_smoothing - 1))
+        grad = grad * (1 - (z / softcap).square()) if softcap else grad
+        grad = torch.where(kept[:, None], grad * row_scale[:, None], 0.0)
+        logits.copy_(grad)
+    return torch.where(kept, losses, 0.0)

@@ -1,0 +1,193 @@
+"""hidden @ weight.T and its cross-entropy, a chunk of tokens at a time: the logits are never whole in memory.
+
+A chunk's logits become their own gradient, and both products of backward are made of them at once, in
+forward: a loss that is one number needs only its factor later. With reduction "none" the factors come later
+and differ, so backward makes the logits again. As in Liger (arXiv 2410.10989).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turbo_ops.arch import DTYPES
+from turbo_ops.casting import HIGH_PRECISION, Recipe, Scaled
+from turbo_ops.cross_entropy import cross_entropy_
+from turbo_ops.dispatch import refuse_second_derivative
+from turbo_ops.gemm import gemm_accumulate_, matmul
+from turbo_ops.quantize import cast, cast_both
+
+REDUCTIONS = ("mean", "sum", "none")
+CHUNK = 1 << 27  # logits at a time: 256 MiB in bf16, and 1024 tokens keep a product with 128256 classes busy
+
+
+class Call(NamedTuple):
+    """All but the tensors to differentiate. options: of `cross_entropy_`. divisor: of the sum of losses."""
+
+    labels: Tensor
+    recipe: Recipe
+    dtype: torch.dtype
+    options: tuple[int, float, float, float]
+    reduction: str
+    divisor: Tensor | float | None
+    chunk: int
+    recording: bool
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        needs = [call.recording and need for need in ctx.needs_input_grad[:3]]
+        ctx.call, ctx.needs = call, needs
+        if call.reduction == "none":
+            losses, _ = _chunks(hidden, weight, bias, call, None, (False, False, False))
+            ctx.save_for_backward(hidden, weight, bias)
+            return losses
+        divisor = _divisor(call)
+        row_scale = (1 / divisor).expand(len(hidden)).contiguous() if any(needs) else None
+        losses, grads = _chunks(hidden, weight, bias, call, row_scale, needs)
+        ctx.grads = grads
+        return losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cross_entropy")
+        if ctx.call.reduction != "none":
+            grads, ctx.grads = ctx.grads, None  # scaled in place: the weight's is 1 GB with 128256 classes
+            if grads is None:
+                raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
+            return *(None if g is None else g.mul_(grad) for g in grads), None
+        hidden, weight, bias = ctx.saved_tensors
+        _, grads = _chunks(hidden, weight, bias, ctx.call, grad.float().contiguous(), ctx.needs)
+        return *grads, None
+
+
+def _divisor(call: Call) -> Tensor:
+    """What the sum of the losses is divided by, fp32, on the labels' device."""
+    if call.divisor is not None:
+        return torch.as_tensor(call.divisor, dtype=torch.float32, device=call.labels.device)
+    if call.reduction == "sum":
+        return torch.ones((), device=call.labels.device)
+    return (call.labels != call.options[0]).sum().float()  # 0 where all are ignored: NaN, as in torch
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, row_scale: Tensor | None, needs: Any
+) -> tuple[Tensor, list[Tensor | None]]:
+    """losses [T]; with row_scale also the gradients of hidden, weight and bias that are needed."""
+    need_hidden, need_weight, need_bias = needs
+    fprop, dgrad, wgrad = call.recipe.fprop, call.recipe.dgrad, call.recipe.wgrad
+    dtype, grads_wanted = call.dtype, row_scale is not None
+    uncast = weight.to(dtype)
+    if grads_wanted and need_hidden:
+        rhs, weight_t = cast_both(uncast, fprop.rhs, dgrad.rhs)
+    else:
+        rhs, weight_t = cast(uncast, fprop.rhs), None
+    offset = None if bias is None else bias.to(dtype)
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if grads_wanted and need_hidden else None
+    grad_weight: Tensor | None = None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
+    for first in range(0, len(hidden), call.chunk):
+        rows = slice(first, first + call.chunk)
+        x, scale = hidden[rows].to(dtype), row_scale[rows] if row_scale is not None else None
+        x_t = None
+        if grads_wanted and need_weight:
+            lhs, x_t = cast_both(x, fprop.lhs, wgrad.rhs)
+        else:
+            lhs = cast(x, fprop.lhs)
+        logits = matmul(lhs, rhs, dtype, bias=offset, fast_accum=fprop.fast_accum)
+        losses[rows] = cross_entropy_(logits, call.labels[rows], scale, *call.options)
+        if scale is None:
+            continue
+        grad, grad_t = cast_both(logits, dgrad.lhs, wgrad.lhs)
+        if grad_hidden is not None and weight_t is not None:
+            grad_hidden[rows] = matmul(grad, weight_t, hidden.dtype, fast_accum=dgrad.fast_accum)
+        if x_t is not None:
+            grad_weight = _accumulated(grad_weight, grad_t, x_t, weight.dtype, wgrad.fast_accum)
+        if grad_bias is not None:
+            grad_bias += logits.float().sum(0)
+    if grads_wanted and need_weight and grad_weight is None:
+        grad_weight = torch.zeros_like(weight)  # no token
+    return losses, [grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype)]  # type: ignore[union-attr]
+
+
+def _accumulated(
+    total: Tensor | None, lhs: Scaled, rhs: Scaled, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    if total is None:
+        return matmul(lhs, rhs, dtype, fast_accum=fast_accum)
+    gemm_accumulate_(total, lhs.data, rhs.data, lhs.scale, rhs.scale, fast_accum)
+    return total
+
+
+def _problem(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> str | None:
+    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+        return f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [..., D] and [V, D]"
+    if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
+        given = f"labels {tuple(labels.shape)} of {labels.dtype}"
+        return f"{given} must be {tuple(hidden.shape[:-1])} of torch.int64"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias {tuple(bias.shape)} must be {tuple(weight.shape[:1])}"
+    dtypes = {hidden.dtype, weight.dtype, (hidden if bias is None else bias).dtype}
+    if not dtypes <= set(DTYPES):
+        return f"hidden is {hidden.dtype}, weight {weight.dtype}: give fp32, bf16 or fp16"
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(hidden.device.type):
+        given = f"hidden {hidden.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
+        return f"dtypes differ ({given}): convert, or run under torch.autocast"
+    return None
+
+
+def _option_problem(
+    recipe: Recipe, reduction: str, divisor: object, smoothing: float, softcap: float, chunk: int | None
+) -> str | None:
+    if reduction not in REDUCTIONS:
+        return f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}"
+    if divisor is not None and reduction != "mean":
+        return f"divisor={divisor} with reduction={reduction!r}: use 'mean'"
+    if not 0 <= smoothing < 1 or softcap < 0 or (chunk is not None and chunk < 1):
+        given = f"label_smoothing={smoothing}, softcap={softcap}, chunk={chunk}"
+        return f"{given}: use 0 <= label_smoothing < 1, softcap >= 0, chunk >= 1"
+    if recipe.history:
+        return "the recipe has an amax history, which a head has not: use another"
+    return None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe | None = None,
+    *,
+    reduction: str = "mean",
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross-entropy of hidden [..., D] @ weight [V, D].T + bias [V] with labels [...]: scalar or [...], fp32.
+
+    Differentiable once in hidden, weight and bias; gradients have their tensors' dtypes. Logits are rounded
+    to hidden's dtype, or autocast's; the loss is computed in fp32. recipe: casts of the three GEMMs.
+    reduction: "mean" over labels that are not ignore_index, "sum" or "none"; divisor stands in for their
+    number under "mean" (tokens of all micro-batches and ranks). label_smoothing, z_loss, softcap: see
+    `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits). All labels ignored: NaN under "mean",
+    as in torch. ValueError where shapes, dtypes or options do not fit.
+    """
+    recipe, dtype = recipe or HIGH_PRECISION, hidden.dtype
+    problem = _problem(hidden, weight, labels, bias) or _option_problem(
+        recipe, reduction, divisor, label_smoothing, softcap, chunk
+    )
+    if problem:
+        raise ValueError(f"linear_cross_entropy: {problem}")
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    tokens = chunk or max(128, CHUNK // max(len(weight), 1) // 128 * 128)
+    options = ignore_index, float(label_smoothing), float(z_loss), float(softcap)
+    flat = labels.reshape(-1).contiguous()
+    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, torch.is_grad_enabled())
+    loss = LinearCrossEntropyFunction.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    return loss.view(labels.shape) if reduction == "none" else loss
