@@ -78,9 +78,10 @@ class Made:
         return self.compute(self.model)
 
     def compute(self, model: nn.Module) -> tuple[float, Tensor]:
-        """Loss, and logits of the first tokens."""
+        """Loss, and logits of the first tokens: in eval, since a patched model makes none in training."""
         with torch.no_grad():
-            output = model(input_ids=self.ids, labels=self.ids)
+            output = model.eval()(input_ids=self.ids, labels=self.ids)
+            model.train()
             return output.loss.item(), output.logits[0, :LOGIT_TOKENS].clone()
 
     def patched(self, recipe: str) -> nn.Module:

@@ -25,15 +25,17 @@ from torch import nn
 import turbo_nn
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
-PATCHED = {  # Linear and RMSNorm; the heads of Gemma3, GPT-2 and BERT are tied, and Conv1D is left
-    "llama": (15, 5),
-    "qwen3": (15, 9),
-    "mistral": (15, 5),
-    "gemma3": (14, 13),
-    "phi3": (9, 5),
-    "gpt2": (0, 0),
-    "bert": (13, 0),
+RULES = ("linear", "rms_norm", "gated_mlp", "causal_lm")
+PATCHED = {  # by rule; the heads of Gemma3, GPT-2 and BERT are tied, and Conv1D is left
+    "llama": (15, 5, 2, 1),
+    "qwen3": (15, 9, 2, 1),
+    "mistral": (15, 5, 2, 1),
+    "gemma3": (14, 13, 2, 1),
+    "phi3": (9, 5, 2, 1),
+    "gpt2": (0, 0, 0, 1),
+    "bert": (13, 0, 0, 0),
 }
+TWINS = turbo_nn.Linear | turbo_nn.RMSNorm | turbo_nn.GatedMLP | turbo_nn.CausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +51,12 @@ def test_every_layer_is_patched_or_says_why(family: str, device: torch.device) -
     verdicts = {v.fqn: v for v in report}
     assert len(verdicts) == len(report)
     for name, module in model.named_modules():
-        is_patched = isinstance(module, turbo_nn.Linear | turbo_nn.RMSNorm)
+        is_patched = isinstance(module, TWINS)
         weighty = any(p.ndim == 2 for p in module.parameters(recurse=False))
         if is_patched or weighty or isinstance(module, nn.Linear) or "RMSNorm" in type(module).__name__:
             assert (verdicts[name].reason is None) == is_patched, name
             assert is_patched == bool(verdicts[name].backend)
-    kinds = [sum(v.rule == rule for v in report.patched) for rule in ("linear", "rms_norm")]
+    kinds = [sum(v.rule == rule for v in report.patched) for rule in RULES]
     assert tuple(kinds) == PATCHED[family]
     assert all(len(v.reason) > 5 for v in report.left)
     assert {v.recipe for v in report.patched if v.rule == "linear"} <= {"fp8_blockwise"}
@@ -62,23 +64,23 @@ def test_every_layer_is_patched_or_says_why(family: str, device: torch.device) -
 
 @families
 def test_without_casts_the_twin_is_equal(family: str, device: torch.device) -> None:
-    """bf16 leaves the linear layers and patches the norms."""
+    """bf16 leaves the linear layers and patches the rest."""
     model = build(family, device)
     ids = tokens(device)
     with torch.no_grad():
         expected = model(ids).logits
         report = patch(model, "bf16")
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
-    assert len(report.patched) == PATCHED[family][1]
+    assert len(report.patched) == sum(PATCHED[family][1:])
     assert not any(isinstance(m, turbo_nn.Linear) for m in model.modules())
 
 
 @families
 def test_norms_round_as_they_did(family: str, device: torch.device) -> None:
     model = build(family, device).to(torch.bfloat16)
-    report = patch(model, "bf16")
+    patch(model, "bf16")
     twins = {name: m for name, m in model.named_modules() if isinstance(m, turbo_nn.RMSNorm)}
-    assert len(twins) == len(report.patched) == PATCHED[family][1]
+    assert len(twins) == PATCHED[family][1]
     x = {name: torch.randn(64, *m.weight.shape, device=device).bfloat16() for name, m in twins.items()}
     actual = {name: m(x[name]) for name, m in twins.items()}
     turbo_nn.unpatch(model)
@@ -98,7 +100,7 @@ def test_fp8_trains_close_to_the_original(family: str, device: torch.device) -> 
     grads = torch.autograd.grad(actual, list(model.parameters()))
     noise = snr_db(torch.cat([g.flatten() for g in grads]), torch.cat([g.flatten() for g in wanted]))
     assert noise > 15
-    assert (noise > 100) == (len(report.patched) == 0)
+    assert (noise > 100) == (not any(v.recipe for v in report.patched))
 
 
 @pytest.mark.parametrize("family", DECODERS)

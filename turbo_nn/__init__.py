@@ -1,5 +1,7 @@
 """Accelerated layers and FP8 recipes, swapped into PyTorch models that exist."""
 
+from turbo_nn.causal_lm import CausalLM
+from turbo_nn.gated_mlp import GatedMLP
 from turbo_nn.linear import Linear, weights_changed
 from turbo_nn.patch import RULES, patch, unpatch
 from turbo_nn.precision import heat_map, precision_log
@@ -14,6 +16,8 @@ __all__ = [
     "RECIPES",
     "RULES",
     "Cast",
+    "CausalLM",
+    "GatedMLP",
     "Gemm",
     "LeftError",
     "Linear",

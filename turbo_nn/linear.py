@@ -1,7 +1,5 @@
 """`torch.nn.Linear` whose three GEMMs run in the precision of a recipe, and the rule that patches it in."""
 
-import copyreg
-import functools
 from typing import Any, cast
 
 import torch
@@ -11,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 import turbo_ops
 from turbo_nn.recipes import RecipeLike, layer_recipe, name_of
-from turbo_nn.rule import Probe, Rule, Twin, draw
+from turbo_nn.rule import Probe, Rule, Twin, draw, twin_class
 from turbo_ops import Recipe
 from turbo_ops.arch import DTYPES, arch
 
@@ -76,23 +74,6 @@ def _new_history(recipe: Recipe, weight: Tensor) -> Tensor | None:
     return turbo_ops.new_history(recipe.history, weight.device) if recipe.history else None
 
 
-class TwinType(type):
-    """The class of the classes that `twin_class` makes: pickle finds no module that holds those by name."""
-
-
-@functools.cache
-def twin_class(original: type) -> type[nn.Module]:
-    """Linear, and for a subclass of nn.Linear both: it stays an instance of its own class."""
-    if issubclass(original, Linear):
-        return original
-    if original is nn.Linear:
-        return Linear
-    return cast(type[nn.Module], TwinType(original.__name__, (Linear, original), {"__module__": __name__}))
-
-
-copyreg.pickle(TwinType, lambda cls: (twin_class, (cls.__bases__[1],)))  # type: ignore[arg-type, return-value]
-
-
 def weights_changed(model: nn.Module) -> None:
     """Cast the weights again at their next use: something wrote them through `p.data`, unseen by torch."""
     turbo_ops.weights_changed(model.parameters())
@@ -135,7 +116,7 @@ def _small(module: nn.Module) -> str | None:
 
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
     history = _new_history(recipe, cast(Tensor, module.weight))
-    return [Twin(twin_class(type(module)), {"recipe": recipe, "amax_history": history})]  # type: ignore[arg-type]
+    return [Twin(twin_class(Linear, type(module)), {"recipe": recipe, "amax_history": history})]  # type: ignore[arg-type]
 
 
 def _probe(module: nn.Module) -> list[Probe]:

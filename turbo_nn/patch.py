@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from turbo_nn import linear, rms_norm
+from turbo_nn import causal_lm, gated_mlp, linear, rms_norm
 from turbo_nn.recipes import Policy, RecipeLike, as_policy
 from turbo_nn.report import LeftError, Report, Verdict
 from turbo_nn.rule import Prover, Rule, Twin, kind
 from turbo_nn.structure import Names, are_experts, checked_select, kept, names_of
 from turbo_ops import Recipe
 
-RULES: list[Rule] = [linear.RULE, rms_norm.RULE]
+RULES: list[Rule] = [linear.RULE, rms_norm.RULE, gated_mlp.RULE, causal_lm.RULE]
 ORIGINAL = "_turbo_original"
 Globs = str | list[str] | tuple[str, ...] | None
 
@@ -98,9 +98,14 @@ def unpatch(model: nn.Module) -> int:
 
 
 def _forward_is_overridden(module: nn.Module) -> bool:
-    """Not by its own class's, bound: accelerate's remove_hook_from_module leaves that behind."""
-    forward = vars(module).get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    """Not by its own class's, bound, or what that wraps: accelerate leaves either behind when it unwraps."""
+    forward: Any = vars(module).get("forward")
+    if forward is None:
+        return False
+    bound, own = getattr(forward, "__func__", None), type(module).forward
+    while own is not bound and hasattr(own, "__wrapped__"):
+        own = own.__wrapped__
+    return own is not bound
 
 
 def _casts(module: nn.Module) -> bool:

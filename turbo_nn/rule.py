@@ -1,5 +1,7 @@
 """A rule says which modules become what; a probe proves it: the original and its twin must agree."""
 
+import copyreg
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from turbo_ops import Recipe
 BARE = frozenset(vars(nn.Module()))  # what every module holds: parameters, hooks, training, ...
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 # A probe is on the CPU: it must not meet a backend that the user pinned for the GPU.
-ON_CPU = {"gemm": "reference", "rms_norm_fwd": "reference"}
+ON_CPU = dict.fromkeys(("gemm", "rms_norm_fwd", "swiglu_fwd", "cross_entropy_"), "reference")
 
 
 class Twin(NamedTuple):
@@ -25,12 +27,34 @@ class Twin(NamedTuple):
     attributes: dict[str, Any]
 
 
+class TwinType(type):
+    """The class of the classes that `twin_class` makes: pickle finds no module that holds those by name."""
+
+
+@functools.cache
+def twin_class(base: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """`base`, and for other modules than torch's own both: they stay instances of their own class."""
+    if issubclass(original, base):
+        return original
+    if original in base.__mro__:
+        return base
+    return TwinType(original.__name__, (base, original), {"__module__": base.__module__})  # type: ignore[return-value]
+
+
+copyreg.pickle(TwinType, lambda cls: (twin_class, cls.__bases__))  # type: ignore[arg-type, return-value]
+
+
 class Probe(NamedTuple):
-    """Random CPU weights by parameter name, the input, and how alike two 16-bit results must be."""
+    """Random CPU weights by parameter name, the input, and how alike two 16-bit results must be.
+
+    modules: children of the stand-in, by name. run: what calls the stand-in, where that is no forward(input).
+    """
 
     weights: dict[str, Tensor]
     input: Tensor
     differing: float = 1.0  # largest share of 16-bit results whose last bits may differ
+    modules: dict[str, nn.Module] | None = None
+    run: Callable[[nn.Module], Tensor] | None = None
 
 
 def _accepts(module: nn.Module, *args: Any) -> str | None:
@@ -94,6 +118,7 @@ def kind(module: nn.Module) -> tuple:
         type(module),
         *parameters,
         *((name, value if isinstance(value, plain) else id(value)) for name, value in config.items()),
+        *((name, type(child)) for name, child in module._modules.items()),
     )
 
 
@@ -125,8 +150,9 @@ def _run(module: nn.Module, twin: Twin, probe: Probe, training: bool) -> Tensor:
     nn.Module.__init__(stand_in)
     own = {name: value for name, value in vars(module).items() if name not in BARE}
     stand_in.__dict__.update(own | twin.attributes)
-    stand_in.__dict__.update(_parameters=module._parameters | probe.weights, training=training)
-    return stand_in.forward(probe.input.clone())
+    stand_in.__dict__.update(_parameters=module._parameters | probe.weights, _modules=probe.modules or {})
+    stand_in.train(training)
+    return probe.run(stand_in) if probe.run else stand_in.forward(probe.input.clone())
 
 
 def _disagreement(actual: Tensor, expected: Tensor, probe: Probe) -> str | None:
@@ -142,6 +168,14 @@ def _disagreement(actual: Tensor, expected: Tensor, probe: Probe) -> str | None:
     if not exact and differing > probe.differing:
         return f"{differing:.0%} of its {expected.dtype} results round differently"
     return None
+
+
+def plain_linear(weight: Tensor) -> nn.Linear:
+    """An nn.Linear on the CPU, for a probe."""
+    out, width = weight.shape
+    layer = nn.Linear(width, out, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def parameters_of_forward(module: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
 """The vocabulary of low precision: a Cast says how, Scaled is the result, and real = data * scale."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -68,6 +68,11 @@ class Gemm:
         if (self.lhs is None) != (self.rhs is None):
             raise ValueError(f"Gemm(lhs={self.lhs}, rhs={self.rhs}): cast both operands or neither")
 
+    @property
+    def by_own_amax(self) -> "Gemm":
+        lhs, rhs = (cast and replace(cast, history=0) for cast in (self.lhs, self.rhs))
+        return Gemm(lhs, rhs, self.fast_accum)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -95,6 +100,11 @@ class Recipe:
         """The longest history that a cast asks for."""
         casts = [c for gemm in (self.fprop, self.dgrad, self.wgrad) for c in (gemm.lhs, gemm.rhs) if c]
         return max((cast.history for cast in casts), default=0)
+
+    @functools.cached_property
+    def by_own_amax(self) -> "Recipe":
+        """The recipe without histories, for tensors that have none."""
+        return Recipe(*(gemm.by_own_amax for gemm in (self.fprop, self.dgrad, self.wgrad)))
 
     @functools.cached_property
     def _hash(self) -> int:

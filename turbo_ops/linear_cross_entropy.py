@@ -43,11 +43,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             losses, _ = _chunks(hidden, weight, bias, call, None, (False, False, False))
             ctx.save_for_backward(hidden, weight, bias)
             return losses
-        divisor = _divisor(call)
-        row_scale = (1 / divisor).expand(len(hidden)).contiguous() if any(needs) else None
-        losses, grads = _chunks(hidden, weight, bias, call, row_scale, needs)
-        ctx.grads = grads
-        return losses.sum() / divisor
+        # of the sum: divided by thousands of tokens, fp16 would lose what a gradient scaler is for
+        row_scale = torch.ones(len(hidden), device=hidden.device) if any(needs) else None
+        losses, ctx.grads = _chunks(hidden, weight, bias, call, row_scale, needs)
+        ctx.divisor = _divisor(call)
+        return losses.sum() / ctx.divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -56,7 +56,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             grads, ctx.grads = ctx.grads, None  # scaled in place: the weight's is 1 GB with 128256 classes
             if grads is None:
                 raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
-            return *(None if g is None else g.mul_(grad) for g in grads), None
+            factor = grad / ctx.divisor
+            return *(None if g is None else g.mul_(factor) for g in grads), None
         hidden, weight, bias = ctx.saved_tensors
         _, grads = _chunks(hidden, weight, bias, ctx.call, grad.float().contiguous(), ctx.needs)
         return *grads, None

@@ -31,7 +31,7 @@ def quantize(
     blocks, rows, cols = _blocks(x.float(), block_rows, block_cols)
     scale, inverse = _scale(blocks.abs().amax((1, 3)), limit, scale_dtype)
     data = (blocks * inverse[:, None, :, None]).clamp(-limit, limit)
-    data = data.flatten(2).flatten(0, 1)[:rows, :cols].to(dtype).contiguous()
+    data = data.flatten(2).flatten(0, 1)[:rows, :cols].to(dtype, memory_format=torch.contiguous_format)
     return data, empty_scale(x.device, rows, cols, block_rows, block_cols, scale_dtype).copy_(scale)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from turbo_ops.arch import DTYPES
 from turbo_ops.dispatch import op, refuse_second_derivative
@@ -50,6 +51,13 @@ class SwigluFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
         refuse_second_derivative("swiglu")
         return *swiglu_bwd(grad_y, *ctx.saved_tensors, ctx.activation), None
+
+
+def swiglu_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """What `swiglu` will run on: "swiglu:triton". Allocates and computes nothing."""
+    with FakeTensorMode():
+        gate = torch.empty(4096, 4096, dtype=dtype, device=device)
+        return f"swiglu:{swiglu_fwd.choose(gate, gate, ACTIVATIONS[0]).name}"
 
 
 def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:

@@ -1,0 +1,119 @@
+"""down(act(gate(x)) * up(x)) with its middle in one kernel, and the rule for the MLPs that models define."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import turbo_ops
+from turbo_nn.linear import Linear
+from turbo_nn.recipes import RecipeLike
+from turbo_nn.rule import Probe, Rule, Twin, draw, parameters_of_forward, plain_linear, twin_class
+from turbo_ops import Recipe
+
+# The children that are gate, up and down; None: one of them gives gate and up side by side.
+LAYOUTS: tuple[tuple[str, str | None, str], ...] = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate_up_proj", None, "down_proj"),
+)
+
+
+class GatedMLP(nn.Module):
+    """x [..., hidden] -> down(act(gate(x)) * up(x)) [..., hidden] (arXiv 2002.05202).
+
+    activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). recipe: of the three linear layers. In backward
+    act(gate) is found again: gate and up are all that the middle keeps. ValueError for another activation.
+    """
+
+    layout: tuple[str, str | None, str] = LAYOUTS[0]
+    activation = "silu"
+    up_first = False  # of a fused gate_up
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "silu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike = "bf16",
+    ):
+        super().__init__()
+        if activation not in turbo_ops.ACTIVATIONS:
+            known = ", ".join(turbo_ops.ACTIVATIONS)
+            raise ValueError(f"GatedMLP: activation={activation!r}: use one of {known}")
+        self.activation = activation
+        inward, outward = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
+        for name, (width, out) in zip(LAYOUTS[0], (inward, inward, outward), strict=True):
+            self.add_module(str(name), Linear(width, out, bias, device, dtype, recipe=recipe))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_name, up_name, down_name = self.layout
+        gate = getattr(self, gate_name)(x)
+        if up_name is None:
+            gate, up = gate.chunk(2, -1)
+            gate, up = (up, gate) if self.up_first else (gate, up)
+        else:
+            up = getattr(self, up_name)(x)
+        return getattr(self, down_name)(turbo_ops.swiglu(gate, up, self.activation))
+
+
+def _layout(module: nn.Module) -> tuple[str, str | None, str] | None:
+    return next((names for names in LAYOUTS if {*filter(None, names)} <= module._modules.keys()), None)
+
+
+def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
+    if isinstance(module, GatedMLP):
+        return "is a turbo_nn.GatedMLP already"
+    if any(parameter is not None for parameter in module._parameters.values()):
+        return "it holds parameters of its own"
+    layout = _layout(module)
+    others = {name: child for name, child in module.named_children() if name not in (layout or ())}
+    learning = [name for name, child in others.items() if any(True for _ in child.parameters())]
+    if learning:
+        return f"it has a layer {learning[0]} besides"
+    inputs = parameters_of_forward(module)
+    return None if len(inputs) == 1 else f"its forward takes {', '.join(inputs)}"
+
+
+def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
+    layout = _layout(module)
+    orders = (False, True) if layout and layout[1] is None else (False,)
+    return [
+        Twin(
+            twin_class(GatedMLP, type(module)),  # type: ignore[arg-type]
+            {"layout": layout, "activation": activation, "up_first": up_first},
+        )
+        for activation in turbo_ops.ACTIVATIONS
+        for up_first in orders
+    ]
+
+
+def _probe(module: nn.Module) -> list[Probe]:
+    """Small layers in place of the model's; copies of its activation and what else it has."""
+    gate_name, up_name, down_name = _layout(module) or LAYOUTS[0]
+    width, middle = 6, 10
+    x, gate, up, down = draw((3, 5, width), (middle, width), (middle, width), (width, middle))
+    weights: dict[str, Tensor] = {gate_name: gate, down_name: down} | ({up_name: up} if up_name else {})
+    if up_name is None:
+        weights[gate_name] = torch.cat((gate, up))
+    others = {n: copy.deepcopy(child) for n, child in module.named_children() if n not in weights}
+    return [Probe({}, 2 * x, modules={n: plain_linear(w) for n, w in weights.items()} | others)]
+
+
+def _backend(module: nn.Module, twin: Twin) -> str | None:
+    weight = next(module.parameters())
+    return turbo_ops.swiglu_backend(weight.device, weight.dtype)
+
+
+RULE = Rule(
+    "gated_mlp",
+    match=lambda module: isinstance(module, GatedMLP) or _layout(module) is not None,
+    convert=_convert,
+    probe=_probe,
+    refuses=_refuses,
+    backend=_backend,
+)
