@@ -1,6 +1,6 @@
 """Measure ops, layers and models on this machine; print tables and write JSON.
 
-    python benchmarks/bench.py --output ops.json          # every op and both layers
+    python benchmarks/bench.py --output ops.json          # every op and layer
     python benchmarks/bench.py --op gemm --backend triton # one op, one backend
     python benchmarks/bench.py --layers linear --peers --model
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import tables  # noqa: E402
+from benchmarks.glue import measure_loss, measure_swiglu  # noqa: E402
 from benchmarks.host import measure_host  # noqa: E402
 from benchmarks.layers import measure_linear, measure_norms  # noqa: E402
 from benchmarks.machine import facts, measure_ceilings  # noqa: E402
@@ -30,7 +31,12 @@ from benchmarks.whole_model import measure_model  # noqa: E402
 from turbo_ops.dispatch import REGISTRY  # noqa: E402
 from turbo_ops.policy import BACKENDS  # noqa: E402
 
-LAYERS: dict[str, Callable[[Session], None]] = {"linear": measure_linear, "rms_norm": measure_norms}
+LAYERS: dict[str, Callable[[Session], None]] = {
+    "linear": measure_linear,
+    "rms_norm": measure_norms,
+    "swiglu": measure_swiglu,
+    "loss": measure_loss,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

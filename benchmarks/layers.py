@@ -122,8 +122,16 @@ def _twin(weight: nn.Parameter, recipe: str) -> nn.Module:
     return twin
 
 
-def _compiled(weight: nn.Parameter, recipe: str) -> nn.Module:
-    return torch.compile(_twin(weight, recipe), fullgraph=True, dynamic=False)
+def _compiled_variants(base: Layer) -> Iterator[Variant]:
+    """torch.compile's own cost of a call is nn.Linear's; CUDA graphs take the host out of it."""
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    yield Variant("nn.Linear bf16 compiled", lambda: compiled(base.module), LEAST_BF16_SNR)
+    for mode in (None, "reduce-overhead"):
+        name = f"{COMPILED} compiled{', CUDA graphs' if mode else ''}"
+        build = functools.partial(_twin, base.weight, COMPILED)
+        yield Variant(
+            name, lambda b=build, m=mode: compiled(b(), mode=m), least_snr(turbo_nn.RECIPES[COMPILED])
+        )
 
 
 def least_snr(recipe: Recipe) -> float:
@@ -172,9 +180,7 @@ def _measure_shape(
     base = plain_linear(session, TOKENS[session.size], extents)
     variants = [*linear_variants(base, emulated_mx), *(peers or [])]
     if emulated_mx:  # the first shape: neither is worth its time again
-        recipe = turbo_nn.RECIPES[COMPILED]
-        build = functools.partial(_compiled, base.weight, COMPILED)
-        variants.append(Variant(f"{COMPILED} compiled", build, least_snr(recipe)))
+        variants += _compiled_variants(base)
     if peers is not None:
         kept = (dataclasses.replace(v, micro_batches=MICRO_BATCHES) for v in variants if v.name in KEPT)
         variants += [

@@ -15,6 +15,14 @@ from benchmarks.session import Session, Variant
 Builders = dict[str, Callable[..., nn.Module]]
 
 
+class Calls(nn.Module):
+    """A function as a module, which is what a `Variant` builds."""
+
+    def __init__(self, function: Callable[..., Tensor]):
+        super().__init__()
+        self.forward = function  # type: ignore[method-assign]
+
+
 def variants(session: Session, level: str, least_snr: float, *, say: bool = True) -> list[Variant]:
     """With --peers, those of a level that import. say: add a row for each package, with the reason if not."""
     if session.peers is None:
@@ -80,6 +88,19 @@ def _transformer_engine_norm(x: Tensor, eps: float) -> nn.Module:
     return te.RMSNorm(x.shape[-1], eps=eps, dtype=x.dtype, device=x.device)
 
 
+def _liger_swiglu() -> nn.Module:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return Calls(LigerSiLUMulFunction.apply)
+
+
+def _liger_loss(labels: Tensor) -> nn.Module:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return Calls(lambda hidden, weight: loss(weight, hidden, labels))
+
+
 LIBRARIES: dict[str, dict[str, tuple[str, Builders]]] = {
     "linear": {
         "torchao": (
@@ -106,4 +127,6 @@ LIBRARIES: dict[str, dict[str, tuple[str, Builders]]] = {
         "liger_kernel": ("liger_kernel.transformers", {"": _liger}),
         "transformer_engine": ("transformer_engine.pytorch", {"": _transformer_engine_norm}),
     },
+    "swiglu": {"liger_kernel": ("liger_kernel.transformers", {"": _liger_swiglu})},
+    "loss": {"liger_kernel": ("liger_kernel.transformers", {"": _liger_loss})},
 }

@@ -13,6 +13,11 @@ SHARES = {
 }
 KEPT_GAIN = 0.02  # on top, with the weight cast once for 4 micro-batches
 CAST_SHARES = {"quantize_both_delayed": ("", 0.85), "quantize_both": ("1", 0.80)}  # op -> cases that begin so
+MOST_GLUE = {  # level, case's beginning, variant -> ms, GiB
+    ("swiglu", "8192x14336", "turbo_ops.swiglu"): (0.45, None),
+    ("loss", "8192x4096x128256", "linear_cross_entropy bf16"): (42.0, 2.5),
+    ("loss", "8192x4096x128256", "linear_cross_entropy fp8_tensorwise"): (28.0, None),
+}
 MOST_MODEL_TIME = 0.74  # of Hugging Face's eager step
 SNR_CAP = 200.0  # dB; equal bits have infinite SNR, which JSON cannot hold
 
@@ -27,7 +32,7 @@ class Table:
 def tables(result: dict) -> list[Table]:
     """Every table that the rows of a result fill, in the order to read them."""
     rows = result["rows"]
-    makers = [model, linear, rms_norm, host, missing, *op_tables(rows)]
+    makers = [model, linear, glue, rms_norm, host, missing, *op_tables(rows)]
     if result["machine"]["arch"] != "cpu":  # the targets are about kernels, a CPU runs references
         makers.insert(0, targets)
     made = [make(rows) for make in makers]
@@ -45,6 +50,13 @@ def targets(rows: list[dict]) -> Table:
         begins, least = CAST_SHARES.get(row["name"], ("", 0.0))
         if least and row["variant"] == "triton" and row["case"].startswith(begins) and row.get("share"):
             found.append(_at_least(f"{row['name']} {row['case']}, of copy", row["share"], least))
+    for row in (*ok(rows, "swiglu"), *ok(rows, "loss")):
+        case = row["case"].removesuffix(" step")
+        most_ms, most_gib = MOST_GLUE.get((row["level"], case, row["variant"]), (None, None))
+        if most_ms:
+            found.append(_at_most(f"{row['variant']} {case}", row["ms"], most_ms, " ms"))
+        if most_gib:
+            found.append(_at_most(f"{row['variant']} {case}, peak", row["peak_gib"], most_gib, " GiB"))
     return Table("Targets", ("what", "target", "measured", ""), found)
 
 
@@ -111,6 +123,19 @@ def rms_norm(rows: list[dict]) -> Table:
         for row in ok(rows, "rms_norm")
     ]
     return Table("RMSNorm", header, once(found))
+
+
+def glue(rows: list[dict]) -> Table:
+    header = ("case", "by", "ms", "GB/s or TFLOP/s", "of ceiling", "speed", "peak GiB", "SNR y dx dw")
+    found = [
+        (
+            *(f"{row['level']} {row['case']}", row["variant"], number(row["ms"])),
+            *(number(row.get("gbps") or row.get("tflops")), percent(row["share"])),
+            *(number(row.get("speedup"), "x"), number(row.get("peak_gib")), snrs(row)),
+        )
+        for row in (*ok(rows, "swiglu"), *ok(rows, "loss"))
+    ]
+    return Table("Between linear layers: forward + backward", header, once(found))
 
 
 def host(rows: list[dict]) -> Table:

@@ -1,0 +1,103 @@
+"""Between the linear layers: act(gate) * up, and the head fused with its loss, beside torch's and Liger's."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import turbo_nn
+import turbo_ops
+from benchmarks import peers
+from benchmarks.layers import LEAST_BF16_SNR, least_snr, snr_of
+from benchmarks.session import Session, Variant
+
+SWIGLU = {"bench": (8192, 14336), "test": (16, 64)}
+LOSS = {"bench": (8192, 4096, 128256), "test": (16, 32, 300)}  # tokens, width, classes
+COMPARED = 4096  # rows of a gradient: a copy of all would count as memory of the next variant
+HEADS = ("bf16", "fp8_tensorwise", "fp8_blockwise")
+
+
+@dataclass
+class Case:
+    """Leaves to differentiate, the result's gradient, what a step moves or computes, and what is right."""
+
+    leaves: tuple[Tensor, ...]
+    grad: Tensor
+    rate: dict
+    given: tuple[Tensor, ...] = ()  # what a peer is built from
+    expected: tuple[Tensor, ...] | None = None  # of the first variant
+
+
+def measure_swiglu(session: Session) -> None:
+    """Step of silu(gate) * up, and the most memory that it takes."""
+    shape = SWIGLU[session.size]
+    variants = [
+        Variant("torch", lambda: peers.Calls(lambda gate, up: F.silu(gate) * up), LEAST_BF16_SNR),
+        Variant("turbo_ops.swiglu", lambda: peers.Calls(turbo_ops.swiglu), LEAST_BF16_SNR),
+        *peers.variants(session, "swiglu", LEAST_BF16_SNR),
+    ]
+    leaves = _drawn(session, shape, shape)
+    moved = 2 * 8 * leaves[0].numel()  # gate, up read, y written; grad_y, gate, up read, two written
+    case = Case(leaves, torch.randn_like(leaves[0]), {"of": "copy", "bytes_moved": moved})
+    measure = functools.partial(_measure, session, case)
+    session.compare("swiglu", "{}x{} step".format(*shape), variants, measure)
+
+
+def measure_loss(session: Session) -> None:
+    """Step of hidden @ weight.T and its mean cross-entropy, and the most memory that it takes."""
+    tokens, width, classes = LOSS[session.size]
+    leaves = _drawn(session, (tokens, width), (classes, width))
+    with torch.no_grad():
+        leaves[1].mul_(width**-0.5)
+    labels = torch.randint(classes, (tokens,), device=session.device)
+    variants = [*_losses(labels), *peers.variants(session, "loss", LEAST_BF16_SNR)]
+    rate = {"of": "bf16", "flops": 6 * tokens * width * classes}
+    case = Case(leaves, torch.ones((), device=session.device), rate, (labels,))
+    measure = functools.partial(_measure, session, case)
+    session.compare("loss", f"{tokens}x{width}x{classes} step", variants, measure)
+
+
+def _losses(labels: Tensor) -> Iterator[Variant]:
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+    def fused(recipe: turbo_nn.Recipe, hidden: Tensor, weight: Tensor) -> Tensor:
+        return turbo_ops.linear_cross_entropy(hidden, weight, labels, recipe=recipe)
+
+    yield Variant("torch", lambda: peers.Calls(plain), LEAST_BF16_SNR)
+    for name in HEADS:
+        recipe = turbo_nn.RECIPES[name]
+        build = functools.partial(peers.Calls, functools.partial(fused, recipe))
+        yield Variant(f"linear_cross_entropy {name}", build, least_snr(recipe) - 3 * recipe.casts)
+
+
+def _drawn(session: Session, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(s, device=session.device).bfloat16().requires_grad_() for s in shapes)
+
+
+def _measure(session: Session, case: Case, variant: Variant) -> dict:
+    """Right first: the result and both gradients by SNR against the first variant's."""
+    module = variant.build(*case.given) if variant.peer else variant.build()
+
+    def step() -> Tensor:
+        for leaf in case.leaves:
+            leaf.grad = None
+        y = module(*case.leaves)
+        y.backward(case.grad.to(y.dtype))
+        return y
+
+    y = step().detach().flatten()
+    ours = y, *(leaf.grad[:COMPARED].clone() for leaf in case.leaves)  # type: ignore[index]
+    case.expected = case.expected or ours
+    found = snr_of(ours, case.expected, variant.least_snr)
+    del ours, y
+    ms = session.ms(step)
+    found |= session.rate(ms, **case.rate)
+    for leaf in case.leaves:
+        leaf.grad = None
+    found["peak_gib"] = session.peak_gib(step)
+    return {"ms": ms, **found}
