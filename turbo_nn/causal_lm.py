@@ -109,6 +109,10 @@ def problem(model: nn.Module) -> str | None:
     if "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
         return "its head has hooks"
     config: Any = model.config
+    if config.is_encoder_decoder:
+        return "its decoder is not all of it: the labels are not shifted"
+    if getattr(config.get_text_config(), "final_logit_softcapping", None):
+        return "its logits are capped (final_logit_softcapping)"
     vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
     if len(head.weight) != vocabulary:
         return f"its head has {len(head.weight)} rows for a vocabulary of {vocabulary}"
@@ -162,6 +166,7 @@ def _probe(module: nn.Module) -> list[Probe]:
     head: Any = module._modules["lm_head"]
     vocabulary, width = len(head.weight), 4
     hidden, weight = draw((2, 5, width), (vocabulary, width))
+    hidden *= 8  # so that a softcap of 30 counts
     labels = torch.arange(10).view(2, 5) % vocabulary
     labels[0, 2] = -100
     modules: dict[str, nn.Module] = {name: _Decoder(hidden) for name in module._modules}

@@ -137,7 +137,10 @@ def _prove(rule: Rule, module: nn.Module) -> int | str:
         for index, twin in enumerate(rule.convert(module, Recipe())):
             answers = zip(runs, expected, strict=True)
             problems = (_disagreement(_run(module, twin, *run), y, run[0]) for run, y in answers)
-            problem = next(filter(None, problems), None)
+            try:
+                problem = next(filter(None, problems), None)
+            except FAILURES as error:
+                problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if problem is None:
                 return index
             reasons.append(problem)
