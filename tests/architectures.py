@@ -123,8 +123,8 @@ def page() -> str:
     head = f"""# Architectures
 
 Made by `python tests/architectures.py` with transformers' classes of these names, 2 layers each. What is not
-patched runs as it did, and says why. `tests/test_architectures.py` compares loss, logits and gradients with the
-unpatched model's, in eval and in training.
+patched runs as it did, and says why. `tests/test_architectures.py` compares loss, logits and gradients with
+the unpatched model's, in eval and in training.
 
 | model | class | {" | ".join(RULES)} |
 |---|---|{"---|" * len(RULES)}

@@ -28,6 +28,7 @@ GATES = {
     "row_cast_kernel": Gate(),
     "rms_norm_bwd_kernel": Gate(),
     "rms_norm_fwd_kernel": Gate(),
+    "rope_kernel": Gate(),
     "swiglu_bwd_kernel": Gate(),
     "swiglu_fwd_kernel": Gate(),
 }

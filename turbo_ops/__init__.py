@@ -9,6 +9,7 @@ from turbo_ops.linear import linear, linear_backends
 from turbo_ops.linear_cross_entropy import linear_cross_entropy
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
 from turbo_ops.rms_norm import rms_norm, rms_norm_backend
+from turbo_ops.rope import rope, rope_backend
 from turbo_ops.swiglu import ACTIVATIONS, swiglu, swiglu_backend
 from turbo_ops.weight_cache import weights_changed
 
@@ -40,6 +41,8 @@ __all__ = [
     "restore_history",
     "rms_norm",
     "rms_norm_backend",
+    "rope",
+    "rope_backend",
     "swiglu",
     "swiglu_backend",
     "track_history",
