@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import turbo_nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-RULES = ("linear", "rms_norm", "gated_mlp", "causal_lm")
+RULES = ("linear", "rms_norm", "gated_mlp", "rotary", "causal_lm")
 DECODER = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -25,17 +25,17 @@ from torch import nn
 import turbo_nn
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
-RULES = ("linear", "rms_norm", "gated_mlp", "causal_lm")
+RULES = ("linear", "rms_norm", "gated_mlp", "rotary", "causal_lm")
 PATCHED = {  # by rule; the heads of Gemma3, GPT-2 and BERT are tied, and Conv1D is left
-    "llama": (15, 5, 2, 1),
-    "qwen3": (15, 9, 2, 1),
-    "mistral": (15, 5, 2, 1),
-    "gemma3": (14, 13, 2, 1),
-    "phi3": (9, 5, 2, 1),
-    "gpt2": (0, 0, 0, 1),
-    "bert": (13, 0, 0, 0),
+    "llama": (15, 5, 2, 2, 1),
+    "qwen3": (15, 9, 2, 2, 1),
+    "mistral": (15, 5, 2, 2, 1),
+    "gemma3": (14, 13, 2, 2, 1),
+    "phi3": (9, 5, 2, 2, 1),
+    "gpt2": (0, 0, 0, 0, 1),
+    "bert": (13, 0, 0, 0, 0),
 }
-TWINS = turbo_nn.Linear | turbo_nn.RMSNorm | turbo_nn.GatedMLP | turbo_nn.CausalLM
+TWINS = turbo_nn.Linear | turbo_nn.RMSNorm | turbo_nn.GatedMLP | turbo_nn.RotaryAttention | turbo_nn.CausalLM
 
 
 @pytest.fixture(autouse=True)

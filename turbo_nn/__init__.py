@@ -9,6 +9,7 @@ from turbo_nn.recipe_state import RecipeState, load_recipe_state, recipe_state
 from turbo_nn.recipes import RECIPES, Policy, load_policy
 from turbo_nn.report import LeftError, Report, Verdict
 from turbo_nn.rms_norm import RMSNorm
+from turbo_nn.rotary import RotaryAttention
 from turbo_nn.rule import Probe, Rule, Twin
 from turbo_ops import Cast, Gemm, Recipe
 
@@ -27,6 +28,7 @@ __all__ = [
     "Recipe",
     "RecipeState",
     "Report",
+    "RotaryAttention",
     "Rule",
     "Twin",
     "Verdict",

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from turbo_nn import causal_lm, gated_mlp, linear, rms_norm
+from turbo_nn import causal_lm, gated_mlp, linear, rms_norm, rotary
 from turbo_nn.recipes import Policy, RecipeLike, as_policy
 from turbo_nn.report import LeftError, Report, Verdict
 from turbo_nn.rule import Prover, Rule, Twin, kind
 from turbo_nn.structure import Names, are_experts, checked_select, kept, names_of
 from turbo_ops import Recipe
 
-RULES: list[Rule] = [linear.RULE, rms_norm.RULE, gated_mlp.RULE, causal_lm.RULE]
+RULES: list[Rule] = [linear.RULE, rms_norm.RULE, gated_mlp.RULE, rotary.RULE, causal_lm.RULE]
 ORIGINAL = "_turbo_original"
 Globs = str | list[str] | tuple[str, ...] | None
 

@@ -1,12 +1,12 @@
 """Attention modules whose queries and keys are rotated by one kernel, and the rule that finds them.
 
-transformers' attention calls a function of its own module, `apply_rotary_pos_emb(q, k, cos, sin)`. The twin runs
-the very code of that forward, with another function under this name: nothing outside of the module changes.
+transformers' attention calls a function of its file, `apply_rotary_pos_emb(q, k, cos, sin)`. The twin runs
+the code of that forward with another name in this place. The name is added to the file's globals (compiled
+code finds nothing anywhere else); nothing that was there changes.
 """
 
-import functools
 import inspect
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from turbo_ops import Recipe
 NAME = "apply_rotary_pos_emb"
 
 
-def applied(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, interleaved: bool
+def rotate_halves(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """As transformers' function: q and k are [B, H, S, D], or [B, S, H, D] with unsqueeze_dim 2."""
     if unsqueeze_dim == 2:
@@ -29,33 +29,72 @@ def applied(
     return turbo_ops.rope(q, k, cos, sin, interleaved=interleaved)
 
 
-class RotaryAttention(nn.Module):
-    """An attention module that rotates queries and keys by `turbo_ops.rope`, halves with halves."""
+def rotate_pairs(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Cohere's: a feature's partner is its neighbour."""
+    return rotate_halves(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
-    apply = staticmethod(functools.partial(applied, interleaved=False))
+
+def rotate_pairs_by_halves(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """GLM's: a feature's partner is its neighbour, while the angles are laid out for halves."""
+    half = cos.shape[-1] // 2
+    cos, sin = (angles[..., :half].repeat_interleave(2, dim=-1) for angles in (cos, sin))
+    return rotate_pairs(q, k, cos, sin, unsqueeze_dim)
+
+
+def with_rotation(function: Any, rotation: Any) -> Any:
+    """A copy of the function, and of what decorates it, that calls `rotation`."""
+    code, cells, inner = function.__code__, function.__closure__, getattr(function, "__wrapped__", None)
+    if inner is None:
+        name = f"turbo_nn_{rotation.__name__}"
+        function.__globals__[name] = rotation
+        code = code.replace(co_names=tuple(name if n == NAME else n for n in code.co_names))
+    else:
+        decorated = with_rotation(inner, rotation)
+        cells = tuple(CellType(decorated) if holds(cell, inner) else cell for cell in cells)
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    if inner is not None:
+        vars(copy)["__wrapped__"] = decorated
+    return copy
+
+
+def holds(cell: CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # an empty cell
+        return False
+
+
+class RotaryAttention(nn.Module):
+    """An attention module that rotates queries and keys by `turbo_ops.rope`."""
+
+    rotation: Any = staticmethod(rotate_halves)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if len(cls.__bases__) == 2:  # of twin_class: this base, then the model's class
-            original: Any = cls.__bases__[1].forward  # type: ignore[attr-defined]
-            plain: Any = inspect.unwrap(original)
-            names = {**plain.__globals__, NAME: cls.apply}
-            forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-            forward.__kwdefaults__ = plain.__kwdefaults__
-            cls.forward = functools.wraps(plain)(forward)
+            cls.forward = with_rotation(cls.__bases__[1].forward, cls.rotation)  # type: ignore[attr-defined]
 
 
-class InterleavedRotaryAttention(RotaryAttention):
-    """The same, each feature with its neighbour."""
-
-    apply = staticmethod(functools.partial(applied, interleaved=True))
+class PairedRotaryAttention(RotaryAttention):
+    rotation = staticmethod(rotate_pairs)
 
 
-KINDS = (RotaryAttention, InterleavedRotaryAttention)
+class PairedByHalvesRotaryAttention(RotaryAttention):
+    rotation = staticmethod(rotate_pairs_by_halves)
 
 
-def function_of(cls: type) -> Any:
+KINDS = (RotaryAttention, PairedRotaryAttention, PairedByHalvesRotaryAttention)
+
+
+def rotation_of(cls: type) -> Any:
     """What the class's forward calls to rotate; None where it calls nothing of that name."""
+    if issubclass(cls, RotaryAttention):
+        return cls.rotation
     forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return forward.__globals__.get(NAME) if NAME in names else None
@@ -64,11 +103,13 @@ def function_of(cls: type) -> Any:
 def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
     if isinstance(module, RotaryAttention):
         return "rotates by turbo_ops.rope already"
-    forward: Any = type(module).forward
-    if inspect.unwrap(forward) is not forward:
-        return "its forward is decorated"
-    inputs = list(inspect.signature(function_of(type(module))).parameters)
-    return None if inputs[:4] == ["q", "k", "cos", "sin"] else f"{NAME} takes {', '.join(inputs)}"
+    layer: Any = type(module).forward
+    while hasattr(layer, "__wrapped__"):
+        if not any(holds(cell, layer.__wrapped__) for cell in getattr(layer, "__closure__", None) or ()):
+            return "its forward's decorator does not show what it calls"
+        layer = layer.__wrapped__
+    inputs = list(inspect.signature(rotation_of(type(module))).parameters)
+    return None if inputs[:4] == ["q", "k", "cos", "sin"] else f"its {NAME} takes {', '.join(inputs)}"
 
 
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
@@ -76,24 +117,26 @@ def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
 
 
 def _probe(module: nn.Module) -> list[Probe]:
-    """The function alone: whole and partial rotations, angles whose halves differ, with one batch entry or two."""
+    """The function alone: angles whose halves differ, of two batch entries, of one, of half the features."""
     q, k, cos, sin = draw((2, 4, 5, 8), (2, 2, 5, 8), (2, 5, 8), (2, 5, 8))
 
-    def rotated(stand_in: nn.Module) -> Tensor:
-        rotate, found = function_of(type(stand_in)), []
-        for angles in ((cos, sin), (cos[:1], sin[:1]), (cos[..., :4], sin[..., :4])):
-            try:
-                found += rotate(q, k, *angles)
-            except RuntimeError:  # most rotate all features
-                found.append(torch.zeros(1))
-        return torch.cat([part.flatten() for part in found])
+    def rotated(stand_in: nn.Module, *angles: Tensor) -> Tensor:
+        return torch.cat([part.flatten() for part in rotation_of(type(stand_in))(q, k, *angles)])
 
-    return [Probe({}, q, run=rotated)]
+    def probe(*angles: Tensor) -> Probe:
+        return Probe({}, q, run=lambda stand_in: rotated(stand_in, *angles))
+
+    probes = [probe(cos, sin), probe(cos[:1], sin[:1])]
+    try:
+        rotated(module, cos[..., :4], sin[..., :4])
+    except RuntimeError:  # it rotates all features
+        return probes
+    return [*probes, probe(cos[..., :4], sin[..., :4])]
 
 
 RULE = Rule(
     "rotary",
-    match=lambda module: isinstance(module, RotaryAttention) or function_of(type(module)) is not None,
+    match=lambda module: rotation_of(type(module)) is not None,
     convert=_convert,
     probe=_probe,
     refuses=_refuses,

@@ -17,7 +17,7 @@ from turbo_ops import Recipe
 BARE = frozenset(vars(nn.Module()))  # what every module holds: parameters, hooks, training, ...
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 # A probe is on the CPU: it must not meet a backend that the user pinned for the GPU.
-ON_CPU = dict.fromkeys(("gemm", "rms_norm_fwd", "swiglu_fwd", "cross_entropy_"), "reference")
+ON_CPU = dict.fromkeys(("gemm", "rms_norm_fwd", "swiglu_fwd", "rope_fwd", "cross_entropy_"), "reference")
 
 
 class Twin(NamedTuple):
