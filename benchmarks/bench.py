@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import tables  # noqa: E402
-from benchmarks.glue import measure_loss, measure_swiglu  # noqa: E402
+from benchmarks.glue import measure_loss, measure_rope, measure_swiglu  # noqa: E402
 from benchmarks.host import measure_host  # noqa: E402
 from benchmarks.layers import measure_linear, measure_norms  # noqa: E402
 from benchmarks.machine import facts, measure_ceilings  # noqa: E402
@@ -35,6 +35,7 @@ LAYERS: dict[str, Callable[[Session], None]] = {
     "linear": measure_linear,
     "rms_norm": measure_norms,
     "swiglu": measure_swiglu,
+    "rope": measure_rope,
     "loss": measure_loss,
 }
 

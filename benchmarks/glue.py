@@ -1,7 +1,7 @@
-"""Between the linear layers: act(gate) * up, and the head fused with its loss, beside torch's and Liger's."""
+"""Between the linear layers: act(gate) * up, rotations, and the head fused with its loss, beside peers."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from benchmarks.layers import LEAST_BF16_SNR, least_snr, snr_of
 from benchmarks.session import Session, Variant
 
 SWIGLU = {"bench": (8192, 14336), "test": (16, 64)}
+ROPE = {"bench": (2, 4096, 32, 8, 128), "test": (2, 8, 4, 2, 16)}  # batch, positions, heads, key heads, width
 LOSS = {"bench": (8192, 4096, 128256), "test": (16, 32, 300)}  # tokens, width, classes
 COMPARED = 4096  # rows of a gradient: a copy of all would count as memory of the next variant
 HEADS = ("bf16", "fp8_tensorwise", "fp8_blockwise")
@@ -22,13 +23,15 @@ HEADS = ("bf16", "fp8_tensorwise", "fp8_blockwise")
 
 @dataclass
 class Case:
-    """Leaves to differentiate, the result's gradient, what a step moves or computes, and what is right."""
+    """Leaves to differentiate, the results' gradients, what a step moves or computes, and what is right."""
 
     leaves: tuple[Tensor, ...]
-    grad: Tensor
+    grads: tuple[Tensor, ...]
     rate: dict
     given: tuple[Tensor, ...] = ()  # what a peer is built from
     expected: tuple[Tensor, ...] | None = None  # of the first variant
+    in_graph: bool = True  # also timed in a CUDA graph
+    restore: Callable[[], object] = lambda: None  # leaves that a variant wrote over
 
 
 def measure_swiglu(session: Session) -> None:
@@ -37,13 +40,54 @@ def measure_swiglu(session: Session) -> None:
     variants = [
         Variant("torch", lambda: peers.Calls(lambda gate, up: F.silu(gate) * up), LEAST_BF16_SNR),
         Variant("turbo_ops.swiglu", lambda: peers.Calls(turbo_ops.swiglu), LEAST_BF16_SNR),
+        Variant("turbo_ops.swiglu consume", lambda: peers.Calls(consuming), LEAST_BF16_SNR),
         *peers.variants(session, "swiglu", LEAST_BF16_SNR),
     ]
     leaves = _drawn(session, shape, shape)
+
+    def restore() -> None:
+        for leaf, fresh in zip(leaves, _drawn(session, shape, shape, learn=False), strict=True):
+            leaf.data.copy_(fresh)
+
     moved = 2 * 8 * leaves[0].numel()  # gate, up read, y written; grad_y, gate, up read, two written
-    case = Case(leaves, torch.randn_like(leaves[0]), {"of": "copy", "bytes_moved": moved})
+    case = Case(leaves, (torch.randn_like(leaves[0]),), {"of": "copy", "bytes_moved": moved}, restore=restore)
     measure = functools.partial(_measure, session, case)
     session.compare("swiglu", "{}x{} step".format(*shape), variants, measure)
+
+
+def consuming(gate: Tensor, up: Tensor) -> Tensor:
+    """With the gradients written over gate and up, as in `turbo_nn.GatedMLP` and as Liger does."""
+    return turbo_ops.swiglu(gate, up, consume=True)
+
+
+def measure_rope(session: Session) -> None:
+    """Step of the rotation of queries and keys, as a projection leaves them: [B, S, H, D] transposed."""
+    batch, length, heads, key_heads, width = ROPE[session.size]
+    cos, sin = _drawn(session, (1, length, width), (1, length, width), learn=False)
+    q, k = _drawn(session, *((batch, length, h, width) for h in (heads, key_heads)), learn=False)
+    leaves = q.transpose(1, 2).requires_grad_(), k.transpose(1, 2).requires_grad_()
+    variants = [
+        Variant("torch", lambda: peers.Calls(functools.partial(_rotated, cos, sin)), LEAST_BF16_SNR),
+        Variant(
+            "turbo_ops.rope", lambda: peers.Calls(lambda q, k: turbo_ops.rope(q, k, cos, sin)), LEAST_BF16_SNR
+        ),
+        *peers.variants(session, "rope", LEAST_BF16_SNR),
+    ]
+    moved = 2 * 2 * 2 * (q.numel() + k.numel())  # bf16, read and written, forward and backward
+    grads = tuple(torch.randn_like(leaf) for leaf in leaves)
+    case = Case(leaves, grads, {"of": "copy", "bytes_moved": moved}, (cos, sin))
+    name = f"{batch}x{length}x({heads}+{key_heads})x{width} step"
+    session.compare("rope", name, variants, functools.partial(_measure, session, case))
+
+
+def _rotated(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As transformers' Llama."""
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
 
 def measure_loss(session: Session) -> None:
@@ -55,7 +99,7 @@ def measure_loss(session: Session) -> None:
     labels = torch.randint(classes, (tokens,), device=session.device)
     variants = [*_losses(labels), *peers.variants(session, "loss", LEAST_BF16_SNR)]
     rate = {"of": "bf16", "flops": 6 * tokens * width * classes}
-    case = Case(leaves, torch.ones((), device=session.device), rate, (labels,))
+    case = Case(leaves, (torch.ones((), device=session.device),), rate, (labels,), in_graph=False)
     measure = functools.partial(_measure, session, case)
     session.compare("loss", f"{tokens}x{width}x{classes} step", variants, measure)
 
@@ -74,29 +118,33 @@ def _losses(labels: Tensor) -> Iterator[Variant]:
         yield Variant(f"linear_cross_entropy {name}", build, least_snr(recipe) - 3 * recipe.casts)
 
 
-def _drawn(session: Session, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _drawn(session: Session, *shapes: tuple[int, ...], learn: bool = True) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    return tuple(torch.randn(s, device=session.device).bfloat16().requires_grad_() for s in shapes)
+    return tuple(torch.randn(s, device=session.device).bfloat16().requires_grad_(learn) for s in shapes)
 
 
 def _measure(session: Session, case: Case, variant: Variant) -> dict:
     """Right first: the result and both gradients by SNR against the first variant's."""
     module = variant.build(*case.given) if variant.peer else variant.build()
 
-    def step() -> Tensor:
+    def step() -> tuple[Tensor, ...]:
         for leaf in case.leaves:
             leaf.grad = None
-        y = module(*case.leaves)
-        y.backward(case.grad.to(y.dtype))
-        return y
+        outputs = module(*case.leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, case.grads)
+        return outputs
 
-    y = step().detach().flatten()
-    ours = y, *(leaf.grad[:COMPARED].clone() for leaf in case.leaves)  # type: ignore[index]
+    case.restore()
+    outputs = torch.cat([y.detach().flatten() for y in step()])
+    ours = outputs, *(leaf.grad[:COMPARED].clone() for leaf in case.leaves)  # type: ignore[index]
     case.expected = case.expected or ours
     found = snr_of(ours, case.expected, variant.least_snr)
-    del ours, y
+    del ours, outputs
     ms = session.ms(step)
     found |= session.rate(ms, **case.rate)
+    if case.in_graph:
+        found["device_ms"] = session.device_ms(step)
     for leaf in case.leaves:
         leaf.grad = None
     found["peak_gib"] = session.peak_gib(step)

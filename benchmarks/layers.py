@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -235,11 +235,18 @@ def _measure_norm(
         found = snr_of(layer.results(), _norm_in_fp32(x, grad_y, weight), variant.least_snr)
         run, leaves = (layer.forward, ()) if part == "forward" else (layer.step, layer.leaves)
         ms = session.ms(run, drop=leaves)
+        found["device_ms"] = session.device_ms(functools.partial(_fresh, run, leaves))
     # x read and y written; then grad_y and x read, dx written
     moved = x.numel() * x.element_size() * (2 if part == "forward" else 5)
     if isinstance(layer.module, turbo_nn.RMSNorm):
         found["backend"] = variant.pin or turbo_ops.rms_norm_backend(weight)
     return {"ms": ms, **found, **session.rate(ms, "copy", bytes_moved=moved)}
+
+
+def _fresh(run: Callable[[], object], leaves: tuple[Tensor, ...]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+    run()
 
 
 def _norm_in_fp32(x: Tensor, grad_y: Tensor, weight: Tensor) -> Results:

@@ -18,7 +18,7 @@ Builders = dict[str, Callable[..., nn.Module]]
 class Calls(nn.Module):
     """A function as a module, which is what a `Variant` builds."""
 
-    def __init__(self, function: Callable[..., Tensor]):
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]):
         super().__init__()
         self.forward = function  # type: ignore[method-assign]
 
@@ -94,6 +94,12 @@ def _liger_swiglu() -> nn.Module:
     return Calls(LigerSiLUMulFunction.apply)
 
 
+def _liger_rope(cos: Tensor, sin: Tensor) -> nn.Module:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    return Calls(lambda q, k: LigerRopeFunction.apply(q, k, cos, sin))
+
+
 def _liger_loss(labels: Tensor) -> nn.Module:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -128,5 +134,6 @@ LIBRARIES: dict[str, dict[str, tuple[str, Builders]]] = {
         "transformer_engine": ("transformer_engine.pytorch", {"": _transformer_engine_norm}),
     },
     "swiglu": {"liger_kernel": ("liger_kernel.transformers", {"": _liger_swiglu})},
+    "rope": {"liger_kernel": ("liger_kernel.transformers", {"": _liger_rope})},
     "loss": {"liger_kernel": ("liger_kernel.transformers", {"": _liger_loss})},
 }

@@ -116,6 +116,26 @@ class Session:
         rep = max(10 if self.quick else for_ms, slow)
         return do_bench(run, warmup=rep / 3, rep=rep, grad_to_none=drop or None, return_mode="median")
 
+    def device_ms(self, step: Callable[[], object], steps: int = 10) -> float | None:
+        """Median ms of a step in a CUDA graph of some: without what the host takes to launch it.
+
+        Steps follow one another without a flush of the L2 cache: take one that moves more than it holds.
+        """
+        if self.device.type != "cuda":
+            return None
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(steps):
+                step()
+        ms = self.ms(graph.replay) / steps
+        graph.reset()
+        return ms
+
     def host_us(self, runs: Sequence[Callable[[], object]], calls: int = 60) -> list[list[float]]:
         """Wall time of a call in us, for each of `runs` in each round; the device is waited for after each.
 

@@ -29,6 +29,7 @@ GATES = {
     "rms_norm_bwd_kernel": Gate(),
     "rms_norm_fwd_kernel": Gate(),
     "rope_kernel": Gate(),
+    "sum_partials_kernel": Gate(),
     "swiglu_bwd_kernel": Gate(),
     "swiglu_fwd_kernel": Gate(),
 }

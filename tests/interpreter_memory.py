@@ -40,7 +40,7 @@ class CheckedMemory:
 
     def inside(self, what: str, pointers: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
         """The addresses of the unmasked lanes, all of them within bounds."""
-        addresses = np.ascontiguousarray(pointers)[np.broadcast_to(mask, pointers.shape)]
+        addresses = np.ascontiguousarray(pointers)[np.broadcast_to(mask, pointers.shape).astype(bool)]
         addresses = addresses.astype(np.uint64).ravel()
         if self.bounds is not None:
             first, past = self.bounds

@@ -72,14 +72,26 @@ def test_the_logits_are_there_when_asked(device: torch.device) -> None:
     assert not fused()
 
 
+def test_capped_logits_are_capped_in_the_loss(device: torch.device) -> None:
+    model = build("gemma3", device)
+    uncapped = outcome(model)[0]
+    model.config.final_logit_softcapping = 0.02
+    expected = outcome(model)
+    assert (expected[0] - uncapped).abs() > 1e-3, "or the cap does not show"
+    assert next(v for v in patch(model, "bf16", only="") if v.rule == "causal_lm").reason is None
+    for ours, right in zip(outcome(model), expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-6)
+    assert model(input_ids=tokens(device), labels=tokens(device)).logits is None
+    assert model.config.final_logit_softcapping == 0.02
+    assert "final_logit_softcapping" in model.config.to_dict()
+
+
 def test_what_cannot_be_fused_is_left(device: torch.device) -> None:
-    capped = build("gemma3", device)
-    capped.config.final_logit_softcapping = 5.0
     own = build("llama", device)
     own.loss_function = lambda logits, labels, **_: logits.sum()
     wide = build("llama", device)
     wide.lm_head = nn.Linear(64, 999, bias=False, device=device)
-    says = {"capped": capped, "its loss function is": own, "999 rows": wide}
+    says = {"its loss function is": own, "999 rows": wide}
     for reason, model in says.items():
         verdict = next(v for v in patch(model, "bf16") if v.rule == "causal_lm")
         assert reason in (verdict.reason or ""), verdict

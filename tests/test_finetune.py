@@ -61,7 +61,7 @@ def whole(tiny, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("whole")
     done = small(tiny, output, "--steps", 8, "--eval-every", 4, "--save-every", 4, "--lr", 3e-3)
     assert done.returncode == 0, done.stderr
-    assert "23 layers patched and 1 left" in done.stdout
+    assert "25 layers patched and 1 left" in done.stdout
     return output
 
 
@@ -75,7 +75,7 @@ def test_what_is_written(whole: Path) -> None:
     assert train[-1]["loss"] < train[0]["loss"] - 0.3
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((whole / "tensorboard").iterdir())
-    assert len(json.loads((whole / "report.json").read_text())) == 24
+    assert len(json.loads((whole / "report.json").read_text())) == 26
 
 
 def test_result_needs_no_turbo_nn(whole: Path) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import turbo_ops
-from turbo_nn.linear import Linear
+from turbo_nn.linear import Linear, is_plain
 from turbo_nn.rule import Probe, Rule, Twin, draw, plain_linear, twin_class
 from turbo_ops import Recipe
 
+SOFTCAP = "final_logit_softcapping"
 LOSS = "ForCausalLMLoss"  # the loss function of transformers that `fused_loss` stands in for
 
 
@@ -25,6 +26,19 @@ class HandsOn:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+class Uncapped:
+    """A configuration that caps no logits: hidden states pass where the model would cap them."""
+
+    def __init__(self, config: Any):
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name == SOFTCAP else getattr(self._config, name)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> "Uncapped":
+        return Uncapped(self._config.get_text_config(*args, **kwargs))
 
 
 class CausalLM(nn.Module):
@@ -76,6 +90,15 @@ class CausalLM(nn.Module):
         head = self._modules["lm_head"]
         return HandsOn(head) if self.fusing else head  # type: ignore[arg-type]
 
+    @property
+    def config(self) -> Any:
+        config = self.__dict__["config"]
+        return Uncapped(config) if self.fusing and softcap_of(config) else config
+
+    @config.setter
+    def config(self, config: Any) -> None:
+        self.__dict__["config"] = config
+
     def fused_loss(
         self,
         logits: Tensor,
@@ -98,21 +121,23 @@ class CausalLM(nn.Module):
             head.recipe.by_own_amax if isinstance(head, Linear) else None,
             divisor=num_items_in_batch,
             ignore_index=ignore_index,
+            softcap=softcap_of(self.__dict__["config"]),
         )
+
+
+def softcap_of(config: Any) -> float:
+    """What the model caps its logits at by tanh, 0 where it does not."""
+    return getattr(config, SOFTCAP, None) or getattr(config.get_text_config(), SOFTCAP, None) or 0.0
 
 
 def problem(model: nn.Module) -> str | None:
     """Why the head cannot be fused with the loss."""
     head: Any = model._modules["lm_head"]
-    if not isinstance(head, nn.Linear) or type(head).forward not in (nn.Linear.forward, Linear.forward):
-        return f"its head, a {type(head).__name__}, is no plain linear layer"
-    if "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
-        return "its head has hooks"
+    if not is_plain(head):
+        return f"its head, a {type(head).__name__}, is no plain linear layer, or has hooks"
     config: Any = model.config
     if config.is_encoder_decoder:
         return "its decoder is not all of it: the labels are not shifted"
-    if getattr(config.get_text_config(), "final_logit_softcapping", None):
-        return "its logits are capped (final_logit_softcapping)"
     vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
     if len(head.weight) != vocabulary:
         return f"its head has {len(head.weight)} rows for a vocabulary of {vocabulary}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import turbo_ops
-from turbo_nn.linear import Linear
+from turbo_nn.linear import Linear, is_plain
 from turbo_nn.recipes import RecipeLike
 from turbo_nn.rule import Probe, Rule, Twin, draw, parameters_of_forward, plain_linear, twin_class
 from turbo_ops import Recipe
@@ -22,8 +22,8 @@ LAYOUTS: tuple[tuple[str, str | None, str], ...] = (
 class GatedMLP(nn.Module):
     """x [..., hidden] -> down(act(gate(x)) * up(x)) [..., hidden] (arXiv 2002.05202).
 
-    activation: "silu" (SwiGLU) or "gelu_tanh" (GeGLU). recipe: of the three linear layers. In backward
-    act(gate) is found again: gate and up are all that the middle keeps. ValueError for another activation.
+    activation: one of `turbo_ops.ACTIVATIONS`. recipe: of the three linear layers. In backward act(gate) is
+    found again: gate and up are all that the middle keeps. ValueError for another activation.
     """
 
     layout: tuple[str, str | None, str] = LAYOUTS[0]
@@ -52,13 +52,13 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_name, up_name, down_name = self.layout
-        gate = getattr(self, gate_name)(x)
-        if up_name is None:
-            gate, up = gate.chunk(2, -1)
-            gate, up = (up, gate) if self.up_first else (gate, up)
-        else:
-            up = getattr(self, up_name)(x)
-        return getattr(self, down_name)(turbo_ops.swiglu(gate, up, self.activation))
+        inward = [getattr(self, name) for name in (gate_name, up_name) if name]
+        gate, up = inward[0](x), inward[1](x) if up_name else None
+        if self.up_first:
+            up, gate = gate.chunk(2, -1)
+        # backward may write over what nobody else can have seen
+        consume = all(map(is_plain, inward))
+        return getattr(self, down_name)(turbo_ops.swiglu(gate, up, self.activation, consume=consume))
 
 
 def _layout(module: nn.Module) -> tuple[str, str | None, str] | None:

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
@@ -17,6 +18,17 @@ from turbo_ops.arch import DTYPES, arch
 # did (1.5x, 1.4x), 2048x2048 lost (0.3x), held up by the host: docs/performance.md. AMD's are the same until
 # somebody measures.
 SMALLEST = dict.fromkeys(("sm90", "gfx942", "gfx950"), 4096 * 4096)
+
+
+def is_plain(layer: object) -> bool:
+    """Whether calling the layer is a product and nothing more: no hook sees it, no other code runs."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward not in (nn.Linear.forward, Linear.forward):
+        return False
+    hooks = (
+        getattr(layer, name) for name in vars(layer) if name.endswith("_hooks") and "state_dict" not in name
+    )
+    everywhere = _module._global_forward_hooks, _module._global_forward_pre_hooks
+    return "forward" not in vars(layer) and not any(hooks) and not any(everywhere)
 
 
 class Linear(nn.Linear):

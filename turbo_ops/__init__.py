@@ -8,7 +8,7 @@ from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.linear_cross_entropy import linear_cross_entropy
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
-from turbo_ops.rms_norm import rms_norm, rms_norm_backend
+from turbo_ops.rms_norm import add_rms_norm, rms_norm, rms_norm_backend
 from turbo_ops.rope import rope, rope_backend
 from turbo_ops.swiglu import ACTIVATIONS, swiglu, swiglu_backend
 from turbo_ops.weight_cache import weights_changed
@@ -22,6 +22,7 @@ __all__ = [
     "Recipe",
     "Scaled",
     "UnsupportedError",
+    "add_rms_norm",
     "cast",
     "cast_both",
     "cross_entropy_",

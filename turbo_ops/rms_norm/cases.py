@@ -22,6 +22,14 @@ def rms_norm_bwd(size: str, device: torch.device) -> dict:
     return _cases(size, device, _backward)
 
 
+def rms_norm_add_fwd(size: str, device: torch.device) -> dict:
+    return _cases(size, device, _add_forward)
+
+
+def rms_norm_add_bwd(size: str, device: torch.device) -> dict:
+    return _cases(size, device, _add_backward)
+
+
 def _cases(size: str, device: torch.device, make: Callable[..., tuple]) -> dict:
     found = {}
     for rows, width in SHAPES[size]:
@@ -51,3 +59,13 @@ def _backward(*args: Any) -> tuple:
     y_dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
     return torch.randn_like(x, dtype=y_dtype), x, weight, rstd, offset, round_first
+
+
+def _add_forward(*args: Any) -> tuple:
+    x, *rest = _forward(*args)
+    return x, torch.randn_like(x), *rest
+
+
+def _add_backward(*args: Any) -> tuple:
+    grad_y, x, *rest = _backward(*args)
+    return grad_y, torch.randn_like(x), x, *rest

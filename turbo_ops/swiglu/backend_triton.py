@@ -1,6 +1,7 @@
 """One pass: each element is read once and written once, forward and backward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -10,106 +11,148 @@ from torch import Tensor
 from turbo_ops.arch import DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
-from turbo_ops.swiglu.op import ACTIVATIONS, swiglu_bwd, swiglu_fwd
+from turbo_ops.swiglu.op import ACTIVATIONS, ALPHA, LIMIT, swiglu_bwd_, swiglu_fwd
 
 ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+OAI_ALPHA, OAI_LIMIT = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
 
 
-def refuses(gate: Tensor, up: Tensor, activation: str) -> str | None:
+def refuses(gate: Tensor, up: Tensor, activation: str, probs: Tensor | None = None) -> str | None:
     if gate.ndim != 2 or gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype not in DTYPES:
         return f"gate and up must be [T, D] of one dtype, fp32, bf16 or fp16, are {gate.dtype} and {up.dtype}"
     if activation not in ACTIVATIONS:
         return f"no kernel for {activation}"
+    if probs is not None and (probs.dtype != torch.float32 or not probs.is_contiguous()):
+        return f"probs must be fp32 and contiguous, is {probs.dtype} of strides {probs.stride()}"
     return refuses_device(gate)
 
 
-def refuses_bwd(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
-    return refuses(gate, up, activation)
+def refuses_bwd(
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
+    activation: str,
+    probs: Tensor | None = None,
+) -> str | None:
+    if {grad_gate.dtype, grad_up.dtype} != {gate.dtype}:
+        return f"grad_gate and grad_up must be {gate.dtype}, are {grad_gate.dtype} and {grad_up.dtype}"
+    return refuses(gate, up, activation, probs)
 
 
 @triton.jit
-def activate(gate, GELU: tl.constexpr):
-    """act(gate) and its slope."""
-    if GELU:
+def parts(gate, up, ACTIVATION: tl.constexpr):
+    """act(gate) and its slope, what multiplies it and its slope."""
+    linear, linear_slope = up, 1.0
+    if ACTIVATION == "gelu_tanh":
         inner = ROOT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
         tanh = 2 * tl.sigmoid(2 * inner) - 1
         act = 0.5 * gate * (1 + tanh)
         slope = 0.5 * (1 + tanh)
         slope += 0.5 * gate * (1 - tanh * tanh) * ROOT_2_OVER_PI * (1 + 0.134145 * gate * gate)
+    elif ACTIVATION == "swigluoai":
+        inside, within = gate <= OAI_LIMIT, tl.abs(up) <= OAI_LIMIT
+        gate = tl.where(gate > OAI_LIMIT, OAI_LIMIT, gate)  # NaN stays
+        linear = tl.where(up > OAI_LIMIT, OAI_LIMIT, tl.where(up < -OAI_LIMIT, -OAI_LIMIT, up)) + 1
+        linear_slope = tl.where(within, 1.0, 0.0)
+        share = tl.sigmoid(OAI_ALPHA * gate)
+        act = gate * share
+        slope = tl.where(inside, share * (1 + OAI_ALPHA * gate * (1 - share)), 0.0)
     else:
         share = tl.sigmoid(gate)
         act = gate * share
         slope = share * (1 + gate * (1 - share))
-    return act, slope
+    return act, slope, linear, linear_slope
+
+
+@triton.jit
+def place(D, BLOCK: tl.constexpr):
+    """The row of this program, its columns as int64, which of them are there."""
+    tiles = tl.cdiv(D, BLOCK)
+    cols = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    return (tl.program_id(0) // tiles).to(tl.int64), cols.to(tl.int64), cols < D
 
 
 @triton.jit
 def swiglu_fwd_kernel(
-    gate, up, y, D, gate_r, gate_c, up_r, up_c, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate, up, probs, y, D, gate_r, gate_c, up_r, up_c, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    tiles = tl.cdiv(D, BLOCK)
-    row, cols = (
-        (tl.program_id(0) // tiles).to(tl.int64),
-        tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK),
-    )
-    inside, wide = cols < D, cols.to(tl.int64)
-    act, _ = activate(
-        tl.load(gate + row * gate_r + wide * gate_c, mask=inside, other=0.0).to(tl.float32), GELU
-    )
-    product = act * tl.load(up + row * up_r + wide * up_c, mask=inside, other=0.0).to(tl.float32)
+    row, cols, inside = place(D, BLOCK)
+    of_gate = tl.load(gate + row * gate_r + cols * gate_c, mask=inside, other=0.0).to(tl.float32)
+    of_up = tl.load(up + row * up_r + cols * up_c, mask=inside, other=0.0).to(tl.float32)
+    act, _, linear, _ = parts(of_gate, of_up, ACTIVATION)
+    product = act * linear
+    if probs is not None:
+        product *= tl.load(probs + row)
     tl.store(y + row * D + cols, product.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def swiglu_bwd_kernel(
-    grad_y, gate, up, grad_gate, grad_up, D, grad_r, grad_c, gate_r, gate_c, up_r, up_c,
-    GELU: tl.constexpr, BLOCK: tl.constexpr,
+    grad_y, gate, up, probs, grad_gate, grad_up, shares, D, grad_r, grad_c, gate_r, gate_c, up_r, up_c,
+    to_gate_r, to_gate_c, to_up_r, to_up_c, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(D, BLOCK)
-    row, cols = (
-        (tl.program_id(0) // tiles).to(tl.int64),
-        tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK),
+    """shares: what each program found of the gradient of probs."""
+    row, cols, inside = place(D, BLOCK)
+    grad = tl.load(grad_y + row * grad_r + cols * grad_c, mask=inside, other=0.0).to(tl.float32)
+    of_gate = tl.load(gate + row * gate_r + cols * gate_c, mask=inside, other=0.0).to(tl.float32)
+    of_up = tl.load(up + row * up_r + cols * up_c, mask=inside, other=0.0).to(tl.float32)
+    act, slope, linear, linear_slope = parts(of_gate, of_up, ACTIVATION)
+    if probs is not None:
+        tl.store(shares + tl.program_id(0), tl.sum(tl.where(inside, grad * act * linear, 0.0)))
+        grad *= tl.load(probs + row)
+    of_gate, of_up = grad * linear * slope, grad * act * linear_slope
+    to_gate, to_up = (
+        grad_gate + row * to_gate_r + cols * to_gate_c,
+        grad_up + row * to_up_r + cols * to_up_c,
     )
-    inside, wide = cols < D, cols.to(tl.int64)
-    grad = tl.load(grad_y + row * grad_r + wide * grad_c, mask=inside, other=0.0).to(tl.float32)
-    act, slope = activate(
-        tl.load(gate + row * gate_r + wide * gate_c, mask=inside, other=0.0).to(tl.float32), GELU
-    )
-    above = tl.load(up + row * up_r + wide * up_c, mask=inside, other=0.0).to(tl.float32)
-    out = row * D + cols
-    tl.store(grad_gate + out, (grad * above * slope).to(grad_gate.dtype.element_ty), mask=inside)
-    tl.store(grad_up + out, (grad * act).to(grad_up.dtype.element_ty), mask=inside)
+    tl.store(to_gate, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(to_up, of_up.to(grad_up.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel: object, shape: torch.Size, strides: tuple, activation: str) -> Launch:
+def _launch(kernel: object, shape: torch.Size, strides: tuple, activation: str) -> tuple[Launch, int]:
+    """The launch, and how many programs a row has."""
     rows, width = shape
     block = min(triton.next_power_of_2(max(width, 1)), 2048)
-    grid, warps = (rows * triton.cdiv(width, block),), max(block // 512, 1)
-    return Launch(kernel, grid, (width, *strides), GELU=activation != "silu", BLOCK=block, num_warps=warps)
+    tiles, warps = triton.cdiv(width, block), max(block // 512, 1)
+    scalars = width, *strides
+    launch = Launch(kernel, (rows * tiles,), scalars, ACTIVATION=activation, BLOCK=block, num_warps=warps)
+    return launch, tiles
 
 
 @swiglu_fwd.backend("triton", refuses=refuses, planned=True)
-def _(gate: Tensor, up: Tensor, activation: str) -> Callable:
-    launch = _launch(swiglu_fwd_kernel, gate.shape, (*gate.stride(), *up.stride()), activation)
+def _(gate: Tensor, up: Tensor, activation: str, probs: Tensor | None = None) -> Callable:
+    launch, _ = _launch(swiglu_fwd_kernel, gate.shape, (*gate.stride(), *up.stride()), activation)
 
-    def run(gate: Tensor, up: Tensor, *_: object) -> Tensor:
+    def run(gate: Tensor, up: Tensor, activation: str, probs: Tensor | None = None) -> Tensor:
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         if y.numel():
-            launch(gate, up, y)
+            launch(gate, up, probs, y)
         return y
 
     return run
 
 
-@swiglu_bwd.backend("triton", refuses=refuses_bwd, planned=True)
-def _(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> Callable:
-    strides = *grad_y.stride(), *gate.stride(), *up.stride()
-    launch = _launch(swiglu_bwd_kernel, gate.shape, strides, activation)
+@swiglu_bwd_.backend("triton", refuses=refuses_bwd, planned=True)
+def _(
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
+    activation: str,
+    probs: Tensor | None = None,
+) -> Callable:
+    strides = [stride for t in (grad_y, gate, up, grad_gate, grad_up) for stride in t.stride()]
+    launch, tiles = _launch(swiglu_bwd_kernel, gate.shape, tuple(strides), activation)
+    rows, device = len(gate), gate.device
 
-    def run(grad_y: Tensor, gate: Tensor, up: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        grad_gate, grad_up = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
-        if gate.numel():
-            launch(grad_y, gate, up, grad_gate, grad_up)
-        return grad_gate, grad_up
+    def run(*args: Any) -> Tensor:
+        *tensors, _, probs = args
+        found = torch.empty((rows, tiles) if probs is not None else 0, dtype=torch.float32, device=device)
+        if rows * tiles:
+            launch(*tensors[:3], probs, *tensors[3:], None if probs is None else found)
+        return found if probs is None else found.sum(1)
 
     return run
