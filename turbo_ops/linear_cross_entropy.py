@@ -18,8 +18,8 @@ from turbo_ops.gemm import gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_both
 
 REDUCTIONS = ("mean", "sum", "none")
-# Logits at a time: 256 MiB in bf16, 1024 tokens of 128256 classes. Twice as many where they are cast: products
-# are faster then, and what each chunk adds to the gradient of the weight, 1 GB read and 1 GB written, weighs more.
+# Logits at a time: 256 MiB in bf16, 1024 tokens of 128256 classes. Twice as many where they are cast: then
+# products are faster, and what a chunk adds to the weight's gradient, 1 GB read and written, weighs more.
 CHUNK = 1 << 27
 
 

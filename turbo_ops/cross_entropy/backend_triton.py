@@ -12,6 +12,8 @@ from turbo_ops.cross_entropy.op import cross_entropy_
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 
+MAX_BLOCK, HELD = 8192, 512  # classes at a time, of a warp
+
 
 def refuses(
     logits: Tensor,
@@ -87,11 +89,11 @@ def _(
     softcap: float = 0.0,
 ) -> Callable:
     rows, classes = logits.shape
-    block = min(triton.next_power_of_2(max(classes, 1)), 8192)
+    block = min(triton.next_power_of_2(max(classes, 1)), MAX_BLOCK)
     launch = Launch(
         cross_entropy_kernel, (rows,),
         (classes, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap),
-        CAPPED=bool(softcap), BLOCK=block, num_warps=max(block // 512, 1),
+        CAPPED=bool(softcap), BLOCK=block, num_warps=max(block // HELD, 1),
     )  # fmt: skip
 
     def run(logits: Tensor, labels: Tensor, row_scale: Tensor | None, *_: object) -> Tensor:

@@ -11,6 +11,8 @@ from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.rope.op import empty_rotated, rope_bwd, rope_fwd
 
+HEADS, WARPS = 16, 4  # heads at a time, warps of a program
+
 
 def refuses(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> str | None:
     if (
@@ -88,7 +90,7 @@ def _plan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, 
         ROTARY=rotary, INTERLEAVED=interleaved, BACKWARD=backward,
         HALF=triton.next_power_of_2(max(rotary // 2, 1)),
         REST=triton.next_power_of_2(width - rotary) if width > rotary else 0,
-        HEADS=min(triton.next_power_of_2(max(heads, key_heads)), 16), num_warps=4,
+        HEADS=min(triton.next_power_of_2(max(heads, key_heads)), HEADS), num_warps=WARPS,
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object) -> tuple[Tensor, Tensor]:
