@@ -1,5 +1,7 @@
 """Accelerated layers and FP8 recipes, swapped into PyTorch models that exist."""
 
+from typing import TYPE_CHECKING, Any
+
 from turbo_nn.causal_lm import CausalLM
 from turbo_nn.gated_mlp import GatedMLP
 from turbo_nn.linear import Linear, weights_changed
@@ -12,6 +14,9 @@ from turbo_nn.rms_norm import RMSNorm
 from turbo_nn.rotary import RotaryAttention
 from turbo_nn.rule import Probe, Rule, Twin
 from turbo_ops import Cast, Gemm, Recipe
+
+if TYPE_CHECKING:
+    from turbo_nn.trainer import TurboCallback, patch_for
 
 __all__ = [
     "RECIPES",
@@ -30,14 +35,25 @@ __all__ = [
     "Report",
     "RotaryAttention",
     "Rule",
+    "TurboCallback",
     "Twin",
     "Verdict",
     "heat_map",
     "load_policy",
     "load_recipe_state",
     "patch",
+    "patch_for",
     "precision_log",
     "recipe_state",
     "unpatch",
     "weights_changed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs transformers is imported with the first use of it."""
+    if name in ("TurboCallback", "patch_for"):
+        from turbo_nn import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module 'turbo_nn' has no attribute {name!r}")
