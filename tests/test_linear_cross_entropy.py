@@ -173,3 +173,21 @@ def test_compiles_whole(device: torch.device) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for ours, right in zip(outcome(compiled, leaves), outcome(function, leaves), strict=True):
         torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_rowwise", "fp8_delayed"])
+def test_the_module_is_a_head_with_its_loss(recipe: str, device: torch.device) -> None:
+    (hidden, weight, bias), labels = draw(device)
+    options = {"softcap": 2.0, "z_loss": 1e-3, "label_smoothing": 0.1, "chunk": 16}
+    layer = turbo_nn.LinearCrossEntropy(D, V, device=device, recipe=recipe, **options)
+    layer.load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
+    ours = layer(hidden, labels)
+    how = turbo_nn.RECIPES[recipe].by_own_amax
+    assert ours.equal(linear_cross_entropy(hidden, layer.weight, labels, layer.bias, how, **options))
+    ours.backward()
+    assert layer.weight.grad.abs().sum() > 0
+    logits = layer(hidden)
+    assert logits.shape == (*hidden.shape[:-1], V)
+    assert logits.abs().max() <= 2.0
+    assert "softcap=2.0" in repr(layer)
+    assert list(layer.state_dict()) == list(torch.nn.Linear(D, V).state_dict())

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from turbo_nn.causal_lm import CausalLM
 from turbo_nn.gated_mlp import GatedMLP
 from turbo_nn.linear import Linear, weights_changed
+from turbo_nn.linear_cross_entropy import LinearCrossEntropy
 from turbo_nn.patch import RULES, patch, unpatch
 from turbo_nn.precision import heat_map, precision_log
 from turbo_nn.recipe_state import RecipeState, load_recipe_state, recipe_state
@@ -27,6 +28,7 @@ __all__ = [
     "Gemm",
     "LeftError",
     "Linear",
+    "LinearCrossEntropy",
     "Policy",
     "Probe",
     "RMSNorm",
