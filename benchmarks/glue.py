@@ -63,7 +63,8 @@ def consuming(gate: Tensor, up: Tensor) -> Tensor:
 def measure_rope(session: Session) -> None:
     """Step of the rotation of queries and keys, as a projection leaves them: [B, S, H, D] transposed."""
     batch, length, heads, key_heads, width = ROPE[session.size]
-    cos, sin = _drawn(session, (1, length, width), (1, length, width), learn=False)
+    halves = _drawn(session, (1, length, width // 2), (1, length, width // 2), learn=False)
+    cos, sin = (torch.cat((half, half), -1) for half in halves)  # as all models have them; Liger reads one
     q, k = _drawn(session, *((batch, length, h, width) for h in (heads, key_heads)), learn=False)
     leaves = q.transpose(1, 2).requires_grad_(), k.transpose(1, 2).requires_grad_()
     variants = [
@@ -127,25 +128,21 @@ def _measure(session: Session, case: Case, variant: Variant) -> dict:
     """Right first: the result and both gradients by SNR against the first variant's."""
     module = variant.build(*case.given) if variant.peer else variant.build()
 
-    def step() -> tuple[Tensor, ...]:
-        for leaf in case.leaves:
-            leaf.grad = None
+    def step() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Results and gradients; a leaf's own `.grad` would be a copy of one that was written over it."""
         outputs = module(*case.leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.autograd.backward(outputs, case.grads)
-        return outputs
+        return outputs, torch.autograd.grad(outputs, case.leaves, case.grads)
 
     case.restore()
-    outputs = torch.cat([y.detach().flatten() for y in step()])
-    ours = outputs, *(leaf.grad[:COMPARED].clone() for leaf in case.leaves)  # type: ignore[index]
+    outputs, grads = step()
+    ours = torch.cat([y.detach().flatten() for y in outputs]), *(grad[:COMPARED].clone() for grad in grads)
     case.expected = case.expected or ours
     found = snr_of(ours, case.expected, variant.least_snr)
-    del ours, outputs
+    del ours, outputs, grads
     ms = session.ms(step)
     found |= session.rate(ms, **case.rate)
     if case.in_graph:
         found["device_ms"] = session.device_ms(step)
-    for leaf in case.leaves:
-        leaf.grad = None
     found["peak_gib"] = session.peak_gib(step)
     return {"ms": ms, **found}

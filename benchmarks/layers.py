@@ -227,12 +227,14 @@ def _measure_norm(
     session: Session, given: tuple[Tensor, Tensor, Tensor], part: str, variant: Variant
 ) -> dict:
     x, grad_y, weight = given
+    expected = _norm_in_fp32(x, grad_y, weight)
+    grad_y = grad_y.clone() if variant.peer else grad_y  # Liger writes its own gradient over it
     layer = Layer(variant.build(x, EPS) if variant.peer else variant.build(), x, grad_y)
     with torch.no_grad():
         layer.weight.copy_(weight)
     pinned = turbo_ops.force(rms_norm=variant.pin) if variant.pin else contextlib.nullcontext()
     with pinned:
-        found = snr_of(layer.results(), _norm_in_fp32(x, grad_y, weight), variant.least_snr)
+        found = snr_of(layer.results(), expected, variant.least_snr)
         run, leaves = (layer.forward, ()) if part == "forward" else (layer.step, layer.leaves)
         ms = session.ms(run, drop=leaves)
         found["device_ms"] = session.device_ms(functools.partial(_fresh, run, leaves))

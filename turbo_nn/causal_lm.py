@@ -32,7 +32,7 @@ class Uncapped:
     """A configuration that caps no logits: hidden states pass where the model would cap them."""
 
     def __init__(self, config: Any):
-        self._config = config
+        self._config, self.capped_at = config, softcap_of(config)
 
     def __getattr__(self, name: str) -> Any:
         return None if name == SOFTCAP else getattr(self._config, name)
@@ -62,11 +62,12 @@ class CausalLM(nn.Module):
         def forward(self: Any, *args: Any, **inputs: Any) -> Any:
             if not self.can_fuse(args, inputs):
                 return original(self, *args, **inputs)
-            self.fusing = True
+            config = self.config
+            self.fusing, self.config = True, Uncapped(config) if softcap_of(config) else config
             try:
                 output = original(self, *args, **inputs)
             finally:
-                self.fusing = False
+                self.fusing, self.config = False, config
             output.logits = None  # hidden states until here
             return output
 
@@ -90,15 +91,6 @@ class CausalLM(nn.Module):
         head = self._modules["lm_head"]
         return HandsOn(head) if self.fusing else head  # type: ignore[arg-type]
 
-    @property
-    def config(self) -> Any:
-        config = self.__dict__["config"]
-        return Uncapped(config) if self.fusing and softcap_of(config) else config
-
-    @config.setter
-    def config(self, config: Any) -> None:
-        self.__dict__["config"] = config
-
     def fused_loss(
         self,
         logits: Tensor,
@@ -121,7 +113,7 @@ class CausalLM(nn.Module):
             head.recipe.by_own_amax if isinstance(head, Linear) else None,
             divisor=num_items_in_batch,
             ignore_index=ignore_index,
-            softcap=softcap_of(self.__dict__["config"]),
+            softcap=self.config.capped_at if isinstance(self.config, Uncapped) else 0.0,
         )
 
 

@@ -34,6 +34,7 @@ class Call(NamedTuple):
     divisor: Tensor | float | None
     chunk: int
     recording: bool
+    weight_dtype: torch.dtype
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -74,54 +75,73 @@ def _divisor(call: Call) -> Tensor:
     return (call.labels != call.options[0]).sum().float()  # 0 where all are ignored: NaN, as in torch
 
 
+class Head(NamedTuple):
+    """The weight as the GEMMs of a chunk read it, and what they add to. None: not wanted."""
+
+    rhs: Scaled
+    weight_t: Scaled | None
+    bias: Tensor | None
+    grad_hidden: Tensor | None
+    grad_bias: Tensor | None
+
+
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, row_scale: Tensor | None, needs: Any
 ) -> tuple[Tensor, list[Tensor | None]]:
     """losses [T]; with row_scale also the gradients of hidden, weight and bias that are needed."""
-    need_hidden, need_weight, need_bias = needs
-    fprop, dgrad, wgrad = call.recipe.fprop, call.recipe.dgrad, call.recipe.wgrad
-    dtype, grads_wanted = call.dtype, row_scale is not None
-    uncast = weight.to(dtype)
-    if grads_wanted and need_hidden:
-        rhs, weight_t = cast_both(uncast, fprop.rhs, dgrad.rhs)
-    else:
-        rhs, weight_t = cast(uncast, fprop.rhs), None
-    offset = None if bias is None else bias.to(dtype)
+    need_hidden, need_weight, need_bias = needs if row_scale is not None else (False, False, False)
+    fprop, dgrad, uncast = call.recipe.fprop, call.recipe.dgrad, weight.to(call.dtype)
+    rhs, weight_t = (
+        cast_both(uncast, fprop.rhs, dgrad.rhs) if need_hidden else (cast(uncast, fprop.rhs), None)
+    )
+    head = Head(
+        rhs,
+        weight_t,
+        None if bias is None else bias.to(call.dtype),
+        torch.empty_like(hidden) if need_hidden else None,
+        torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None,
+    )
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    grad_hidden = torch.empty_like(hidden) if grads_wanted and need_hidden else None
     grad_weight: Tensor | None = None
-    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
     for first in range(0, len(hidden), call.chunk):
         rows = slice(first, first + call.chunk)
-        x, scale = hidden[rows].to(dtype), row_scale[rows] if row_scale is not None else None
-        x_t = None
-        if grads_wanted and need_weight:
-            lhs, x_t = cast_both(x, fprop.lhs, wgrad.rhs)
-        else:
-            lhs = cast(x, fprop.lhs)
-        logits = matmul(lhs, rhs, dtype, bias=offset, fast_accum=fprop.fast_accum)
-        losses[rows] = cross_entropy_(logits, call.labels[rows], scale, *call.options)
-        if scale is None:
-            continue
-        grad, grad_t = cast_both(logits, dgrad.lhs, wgrad.lhs)
-        if grad_hidden is not None and weight_t is not None:
-            grad_hidden[rows] = matmul(grad, weight_t, hidden.dtype, fast_accum=dgrad.fast_accum)
-        if x_t is not None:
-            grad_weight = _accumulated(grad_weight, grad_t, x_t, weight.dtype, wgrad.fast_accum)
-        if grad_bias is not None:
-            grad_bias += logits.float().sum(0)
-    if grads_wanted and need_weight and grad_weight is None:
+        # of a call of its own: a chunk's logits are gone before the next are made
+        losses[rows], grad_weight = _chunk(hidden, rows, head, call, row_scale, need_weight, grad_weight)
+    if need_weight and grad_weight is None:
         grad_weight = torch.zeros_like(weight)  # no token
-    return losses, [grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype)]  # type: ignore[union-attr]
+    grad_bias = None if head.grad_bias is None or bias is None else head.grad_bias.to(bias.dtype)
+    return losses, [head.grad_hidden, grad_weight, grad_bias]
 
 
-def _accumulated(
-    total: Tensor | None, lhs: Scaled, rhs: Scaled, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    if total is None:
-        return matmul(lhs, rhs, dtype, fast_accum=fast_accum)
-    gemm_accumulate_(total, lhs.data, rhs.data, lhs.scale, rhs.scale, fast_accum)
-    return total
+def _chunk(
+    hidden: Tensor,
+    rows: slice,
+    head: Head,
+    call: Call,
+    row_scale: Tensor | None,
+    need_weight: bool,
+    grad_weight: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of the rows, and grad_weight with their share."""
+    fprop, dgrad, wgrad = call.recipe.fprop, call.recipe.dgrad, call.recipe.wgrad
+    x, scale = hidden[rows].to(call.dtype), row_scale[rows] if row_scale is not None else None
+    lhs, x_t = cast_both(x, fprop.lhs, wgrad.rhs) if need_weight else (cast(x, fprop.lhs), None)
+    logits = matmul(lhs, head.rhs, call.dtype, bias=head.bias, fast_accum=fprop.fast_accum)
+    losses = cross_entropy_(logits, call.labels[rows], scale, *call.options)
+    if scale is None:
+        return losses, None
+    if head.grad_bias is not None:
+        head.grad_bias.add_(logits.float().sum(0))
+    grad, grad_t = cast_both(logits, dgrad.lhs, wgrad.lhs)
+    del logits  # cast, they are another copy
+    if head.grad_hidden is not None and head.weight_t is not None:
+        product = matmul(grad, head.weight_t, hidden.dtype, fast_accum=dgrad.fast_accum)
+        head.grad_hidden[rows] = product
+    if x_t is not None and grad_weight is not None:
+        gemm_accumulate_(grad_weight, grad_t.data, x_t.data, grad_t.scale, x_t.scale, wgrad.fast_accum)
+    elif x_t is not None:
+        grad_weight = matmul(grad_t, x_t, call.weight_dtype, fast_accum=wgrad.fast_accum)
+    return losses, grad_weight
 
 
 def _problem(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> str | None:
@@ -193,6 +213,7 @@ def linear_cross_entropy(
     tokens = chunk or max(128, most // max(len(weight), 1) // 128 * 128)
     options = ignore_index, float(label_smoothing), float(z_loss), float(softcap)
     flat = labels.reshape(-1).contiguous()
-    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, torch.is_grad_enabled())
+    recording = torch.is_grad_enabled()
+    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, recording, weight.dtype)
     loss = LinearCrossEntropyFunction.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
     return loss.view(labels.shape) if reduction == "none" else loss

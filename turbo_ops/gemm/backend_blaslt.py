@@ -170,13 +170,15 @@ def _(
     b_scale: Tensor | None = None,
     fast_accum: bool = True,
 ) -> Callable:
-    if a_scale is None and out.dtype == a.dtype:  # summed in the epilogue: no product of its own in memory
-        return lambda out, a, b, *_: out.addmm_(a, b.t())
-    product = plan(a, b, a_scale, b_scale, None, torch.float32, fast_accum)
+    in_epilogue = a_scale is None and out.dtype == a.dtype  # no product of its own in memory
+    product = None if in_epilogue else plan(a, b, a_scale, b_scale, None, torch.float32, fast_accum)
 
     def run(
         out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, *_: object
     ) -> None:
-        out.add_(product(a, b, a_scale, b_scale, None))
+        if product is None:
+            out.addmm_(a, b.t())
+        else:
+            out.add_(product(a, b, a_scale, b_scale, None))
 
     return run
