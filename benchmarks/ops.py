@@ -109,7 +109,7 @@ def check(op: Op, args: tuple, actual: tuple[Tensor, ...], expected: tuple[Tenso
         return min(_gemm_snr(op, args, *pair) for pair in zip(actual, expected, strict=True))
     for index, (ours, truth) in enumerate(zip(actual, expected, strict=True)):
         try:
-            assert_close(ours, truth, tolerance(op.family, truth, args), f"output {index}")
+            assert_close(ours, truth, tolerance(op.name, op.family, truth, args), f"output {index}")
         except AssertionError as difference:
             raise WrongError(str(difference)) from difference
     return None
@@ -121,7 +121,7 @@ def _gemm_snr(op: Op, args: tuple, actual: Tensor, expected: Tensor) -> float:
     if layouts[0] != layouts[1]:
         raise WrongError(f"dtype, shape, strides are {layouts[0]}, the contract's {layouts[1]}")
     fp8 = any(isinstance(arg, Tensor) and arg.dtype in FP8_DTYPES for arg in args)
-    floor = SNR_FLOOR["e4m3"] if fp8 else -20 * math.log10(tolerance(op.family, expected, args))
+    floor = SNR_FLOOR["e4m3"] if fp8 else -20 * math.log10(tolerance(op.name, op.family, expected, args))
     snr = snr_db(actual, expected)
     if not snr >= floor:
         raise WrongError(f"SNR {snr:.1f} dB against the reference, at least {floor:.0f} dB is right")

@@ -1,5 +1,7 @@
 """How close a result must be to the truth, and why."""
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,19 @@ TOLERANCE = {
     torch.float16: 1e-2,  # as bf16, so that one number holds for both; an ulp of a sum near 10 is 8e-3
     torch.float32: 1e-4,  # sums of up to 9000 terms in another order; TF32 (1e-3) does not pass
 }
+FEW = 0.02  # share of results that may be another FP8 number
 # Hopper's tensor cores keep 13 bits below the largest of the FP8 products they add (arXiv 2412.19437).
 FP8_PRODUCT_ON_GPU = 1e-2
 # Bitwise: the casts. A scale that differs by an ulp makes resumed and recomputed runs differ.
 BITWISE_FAMILIES = ("quantize",)
+# But not of what a kernel makes on the way: a sum or an exp that differs by an ulp moves a value to the next.
+MADE = re.compile("swiglu|cross_entropy")
+FP8_STEP = {
+    torch.float8_e4m3fn: 0.13,
+    torch.float8_e4m3fnuz: 0.13,
+    torch.float8_e5m2: 0.26,
+    torch.float8_e5m2fnuz: 0.26,
+}
 
 # Signal to noise in dB of a linear layer's output and gradients, by the least precise FP8 type in the recipe.
 SNR_FLOOR = {
@@ -21,8 +32,10 @@ SNR_FLOOR = {
 }
 
 
-def tolerance(family: str, result: Tensor, args: tuple) -> float:
+def tolerance(name: str, family: str, result: Tensor, args: tuple) -> float:
     """The absolute and relative tolerance of one result of an op on `args`; 0 means bitwise."""
+    if family in BITWISE_FAMILIES and MADE.search(name):
+        return FP8_STEP.get(result.dtype, TOLERANCE[torch.bfloat16])
     if family in BITWISE_FAMILIES:
         return 0.0
     products_of_fp8 = any(isinstance(arg, Tensor) and arg.element_size() == 1 for arg in args)
@@ -39,6 +52,10 @@ def assert_close(actual: Tensor, expected: Tensor, within: float, what: str) -> 
         f"{what}: strides {actual.stride()}, expected {expected.stride()} for {actual.shape}"
     )
     if within:
+        if actual.element_size() == 1:
+            share = (actual.float() != expected.float()).float().mean().item()
+            assert share <= FEW, f"{what}: {share:.1%} of the results are the next FP8 number"
+            actual, expected = actual.float(), expected.float()
         torch.testing.assert_close(
             actual, expected, atol=within, rtol=within, equal_nan=True, msg=lambda text: f"{what}: {text}"
         )

@@ -67,12 +67,12 @@ def check(op: Op, backend: str, make) -> None:
         actual = as_tuple(op(*actual_args))
     assert len(actual) == len(expected)
     for index, (ours, truth) in enumerate(zip(actual, expected, strict=True)):
-        assert_close(ours, truth, tolerance(op.family, truth, args), f"{op.name} output {index}")
+        assert_close(ours, truth, tolerance(op.name, op.family, truth, args), f"{op.name} output {index}")
     for name, before, ours, truth in zip(op._parameters, args, actual_args, expected_args, strict=True):
         if not isinstance(before, Tensor):
             continue
         if name in op.mutates:
-            assert_close(ours, truth, tolerance(op.family, truth, args), f"{op.name} {name}")
+            assert_close(ours, truth, tolerance(op.name, op.family, truth, args), f"{op.name} {name}")
         else:
             assert not different_bits(ours, before).any(), f"{op.name}: {backend} wrote into its input {name}"
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from turbo_ops.arch import DTYPES
-from turbo_ops.cross_entropy.op import cross_entropy_
+from turbo_ops.cross_entropy.op import cross_entropy, cross_entropy_
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 
@@ -76,6 +76,48 @@ def cross_entropy_kernel(
                 grad *= 1 - (z / softcap) * (z / softcap)
             grad = tl.where(label == ignore_index, 0.0, grad * scale)
             tl.store(at + cols, grad.to(logits.dtype.element_ty), mask=cols < V)
+
+
+@triton.jit
+def loss_kernel(
+    logits, labels, losses, lses, peaks, V, stride, ignore_index, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, label = logits + row * stride, tl.load(labels + row)
+    is_class, counts = (label >= 0) & (label < V), label != ignore_index
+    of_label = tl.load(at + tl.where(is_class, label, 0)).to(tl.float32)
+    highest, total, rest = float("-inf"), 0.0, float("-inf")
+    for start in range(0, V, BLOCK):
+        cols = start + block
+        z = tl.load(at + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(z))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(z - higher))
+        highest, rest = higher, tl.maximum(rest, tl.max(tl.where(cols == label, float("-inf"), z)))
+    lse = highest + tl.log(total)
+    peak = tl.maximum(tl.exp(rest - lse), tl.where(is_class, tl.abs(tl.exp(of_label - lse) - 1), 0.0))
+    tl.store(losses + row, tl.where(counts, tl.where(is_class, lse - of_label, float("nan")), 0.0))
+    tl.store(lses + row, lse)
+    tl.store(peaks + row, tl.where(counts, peak, 0.0))
+
+
+def refuses_loss(logits: Tensor, labels: Tensor, ignore_index: int) -> str | None:
+    return refuses(logits, labels, None, ignore_index, 0.0, 0.0, 0.0)
+
+
+@cross_entropy.backend("triton", refuses=refuses_loss, planned=True)
+def _(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Callable:
+    rows, classes = logits.shape
+    block = min(triton.next_power_of_2(max(classes, 1)), MAX_BLOCK)
+    scalars, warps = (classes, logits.stride(0), ignore_index), max(block // HELD, 1)
+    launch = Launch(loss_kernel, (rows,), scalars, BLOCK=block, num_warps=warps)
+
+    def run(logits: Tensor, labels: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+        losses, lse, peak = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+        if rows:
+            launch(logits, labels, losses, lse, peak)
+        return losses, lse, peak
+
+    return run
 
 
 @cross_entropy_.backend("triton", refuses=refuses, planned=True)

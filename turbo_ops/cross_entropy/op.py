@@ -38,3 +38,18 @@ def cross_entropy_(
         grad = torch.where(kept[:, None], grad * row_scale[:, None], 0.0)
         logits.copy_(grad)
     return torch.where(kept, losses, 0.0)
+
+
+@op("triton")
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [T, V], labels [T] int64 -> losses, log-sum-exp and peak [T], all fp32.
+
+    Losses as `cross_entropy_`'s. peak: the largest magnitude of a row's gradient, softmax less one at the
+    label; 0 where labels are ignore_index.
+    """
+    z, classes = logits.float(), logits.shape[1]
+    lse, label, kept = z.logsumexp(1), labels.clamp(0, classes - 1)[:, None], labels != ignore_index
+    losses = torch.where((labels < 0) | (labels >= classes), torch.nan, lse - z.gather(1, label)[:, 0])
+    grad = torch.exp(z - lse[:, None]).scatter_add(1, label, torch.full_like(z[:, :1], -1.0))
+    peak = grad.abs().amax(1)
+    return torch.where(kept, losses, 0.0), lse, torch.where(kept, peak, 0.0)

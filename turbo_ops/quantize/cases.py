@@ -87,6 +87,68 @@ def _delayed(x: Callable[[], Tensor], amax: float, dtype: torch.dtype) -> tuple:
     return values, history, 1, dtype
 
 
+MADE_SHAPES = {"test": [(1, 1), (37, 203), (130, 256), (256, 384)], "bench": [(8192, 14336)]}
+
+
+def quantize_both_swiglu(size: str, device: torch.device) -> dict:
+    found = {}
+    for block in ("1x128", "128x128", "mx") if size == "test" else ("1x128",):
+        how = fp8_dtype("e4m3", device), *BLOCKS[block]
+        for shape in MADE_SHAPES[size]:
+            gates = partial(_gates, shape, device)
+            found[f"{block}-silu-{shape[0]}x{shape[1]}"] = partial(_made, gates, "silu", how)
+        if size == "test":
+            for activation in ("gelu_tanh", "swigluoai"):
+                halves = partial(_gates, (130, 256), device)
+                found[f"{block}-{activation}-130x256"] = partial(_made, halves, activation, how)
+    return found
+
+
+def quantize_both_swiglu_delayed(size: str, device: torch.device) -> dict:
+    found, dtype = {}, fp8_dtype("e4m3", device)
+    for shape in MADE_SHAPES[size]:
+        for past, amax in {"unknown": 0.0, "fits": 200.0, "overflows": 0.5}.items():
+            make = partial(_made_delayed, partial(_gates, shape, device), amax, dtype)
+            found[f"silu-{shape[0]}x{shape[1]}-{past}"] = make
+    return found
+
+
+def quantize_both_cross_entropy(size: str, device: torch.device) -> dict:
+    shapes = {"test": [(1, 2), (37, 203), (130, 256), (128, 384)], "bench": [(2048, 128256)]}[size]
+    found = {}
+    for block, name in (("tensorwise", "e5m2"), ("1x128", "e4m3"), ("128x128", "e4m3")):
+        how = fp8_dtype(name, device), *BLOCKS[block]
+        for shape in shapes:
+            found[f"{block}-{name}-{shape[0]}x{shape[1]}"] = partial(_loss, shape, how, device)
+    return found
+
+
+def _gates(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Halves of one tensor."""
+    gate, up = _normal((shape[0], 2 * shape[1]), torch.bfloat16, device).chunk(2, 1)
+    return gate, up
+
+
+def _made(gates: Callable[[], tuple], activation: str, how: tuple) -> tuple:
+    return (*gates(), activation, *how)
+
+
+def _made_delayed(gates: Callable[[], tuple], amax: float, dtype: torch.dtype) -> tuple:
+    gate, up = gates()
+    _, history, row, _ = _delayed(lambda: gate, amax, dtype)
+    return gate, up, "silu", history, row, dtype
+
+
+def _loss(shape: tuple[int, int], how: tuple, device: torch.device) -> tuple:
+    from turbo_ops.cross_entropy.op import cross_entropy as contract
+
+    logits = _normal(shape, torch.bfloat16, device)
+    labels = torch.randint(shape[1], shape[:1], device=device)
+    labels[1::3] = -100
+    _, lse, peak = contract.reference(logits, labels)
+    return logits, labels, torch.rand(shape[0], device=device), lse, peak, -100, *how
+
+
 def dequantize(size: str, device: torch.device) -> dict:
     from turbo_ops.quantize.op import quantize as contract
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from turbo_ops.arch import DTYPES, FP8_DTYPES, fp8_dtype
 from turbo_ops.casting import BLOCKS, GRAD_OUTPUT, SCALE_DTYPES, AmaxRow, Cast, Scaled
 from turbo_ops.dispatch import Runner, directly, op
+from turbo_ops.swiglu.op import swiglu_fwd
 
 # Keeps amax / limit and limit / amax normal fp32 numbers for every FP8 type (limits 2^7.9 .. 2^15.8).
 AMAX_FLOOR = 2.0**-110
@@ -61,6 +62,52 @@ def quantize_both_delayed(
     """`quantize_delayed(x)` and of x.t(), from one read of x [R, C]: data, scale, data_t [C, R], scale_t."""
     data, scale = _delayed(x, history, row, dtype)
     return data, scale, data.t().clone(memory_format=torch.contiguous_format), scale.clone()
+
+
+@op("triton")
+def quantize_both_swiglu(
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    dtype: torch.dtype,
+    block_rows: int,
+    block_cols: int,
+    scale_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_both(swiglu(gate, up))` of gate, up [R, C]: what they make is never in memory itself."""
+    y = swiglu_fwd.reference(gate, up, activation)
+    return quantize_both.reference(y, dtype, block_rows, block_cols, scale_dtype)
+
+
+@op("triton", mutates=("history",))
+def quantize_both_swiglu_delayed(
+    gate: Tensor, up: Tensor, activation: str, history: Tensor, row: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_both_delayed(swiglu(gate, up))` of gate, up [R, C], which is never in memory itself."""
+    return quantize_both_delayed.reference(swiglu_fwd.reference(gate, up, activation), history, row, dtype)
+
+
+@op("triton")
+def quantize_both_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    row_scale: Tensor,
+    lse: Tensor,
+    peak: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    block_rows: int,
+    block_cols: int,
+    scale_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_both` of d(sum(row_scale * cross-entropy)) / d(logits) for logits [T, V], never itself in memory.
+
+    labels [T] int64, row_scale [T] fp32; lse and peak [T] fp32 are `cross_entropy`'s.
+    """
+    grad = torch.exp(logits.float() - lse[:, None])
+    grad = grad - (torch.arange(logits.shape[1], device=logits.device) == labels[:, None]).float()
+    grad = torch.where((labels != ignore_index)[:, None], grad * row_scale[:, None], 0.0).to(logits.dtype)
+    return quantize_both.reference(grad, dtype, block_rows, block_cols, scale_dtype)
 
 
 @op("triton")

@@ -11,6 +11,7 @@ from torch import Tensor
 from turbo_ops.arch import DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
+from turbo_ops.quantize.backend_triton import made  # noqa: F401  attaches
 from turbo_ops.quantize.backend_triton.blocks import plan_blockwise
 from turbo_ops.quantize.backend_triton.layout import Layout, Plan
 from turbo_ops.quantize.backend_triton.whole_axis import (
@@ -70,7 +71,8 @@ def _plan(layout: Layout) -> Plan:
     if layout.block == (1, 0):
         small = layout.extents[0] * layout.extents[1] <= SMALL
         return plan_rows(layout) if small or not layout.cols else plan_rowwise(layout)
-    return plan_blockwise(layout)
+    cast = plan_blockwise(layout)
+    return lambda x, *_: cast(x)
 
 
 def _cast_empty(layout: Layout, x: Tensor, *_: object) -> tuple[Tensor, ...]:
@@ -99,14 +101,22 @@ def refuses_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) ->
     return refuses(x, dtype, 0, 0, torch.float32)
 
 
+def _plan_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype, *, both: bool) -> Callable:
+    layout = Layout(x, dtype, (0, 0), torch.float32, both)
+    if 0 in layout.extents:
+        return (quantize_both_delayed if both else quantize_delayed).reference
+    cast = plan_delayed(layout, history, row)
+    return lambda x, history, *_: cast(x, history)
+
+
 @quantize_delayed.backend("triton", refuses=refuses_delayed, planned=True)
 def _(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> Callable:
-    return plan_delayed(x, history, row, dtype, both=False)
+    return _plan_delayed(x, history, row, dtype, both=False)
 
 
 @quantize_both_delayed.backend("triton", refuses=refuses_delayed, planned=True)
 def _(x: Tensor, history: Tensor, row: int, dtype: torch.dtype) -> Callable:
-    return plan_delayed(x, history, row, dtype, both=True)
+    return _plan_delayed(x, history, row, dtype, both=True)
 
 
 @dequantize.backend("triton", refuses=refuses_dequantize)

@@ -1,5 +1,7 @@
 """A scale for each 1x128, 128x128 or 1x32 block, found in the tile that is cast."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +10,7 @@ from torch import Tensor
 from turbo_ops.arch import hardware
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.scale import largest, magnitude, scale_and_inverse, spread
-from turbo_ops.quantize.backend_triton.layout import Layout, Plan
+from turbo_ops.quantize.backend_triton.layout import Layout
 from turbo_ops.quantize.backend_triton.tiles import largest4, store_rows, store_transposed, this_tile
 from turbo_ops.quantize.op import scale_layout
 
@@ -79,15 +81,13 @@ def store_col_blocks(
 
 
 @triton.jit
-def block_cast_kernel(
-    x, data, scale, data_t, scale_t, R, C, stride_r, stride_c, scale_r, scale_c, scale_t_r, scale_t_c,
+def cast_blocks(
+    tile, data, scale, data_t, scale_t, R, C, scale_r, scale_c, scale_t_r, scale_t_c,
     LIMIT: tl.constexpr, E8M0: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr,
-    EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+    EVEN: tl.constexpr, PACK: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Cast x in blocks of 1 x B (SQUARE: B x B), and x.t() in the like along its own axes."""
-    first_r, first_c, left_r, left_c, groups, cols, tiles = this_tile(
-        x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC
-    )
+    """Cast `this_tile` in blocks of 1 x B (SQUARE: B x B), its transpose in the like along its own axes."""
+    first_r, first_c, left_r, left_c, groups, cols, tiles = tile
     rows = 4 * groups
     if data is not None:
         out = data + first_r * C + first_c
@@ -116,7 +116,23 @@ def block_cast_kernel(
             )  # fmt: skip
 
 
-def plan_blockwise(layout: Layout) -> Plan:
+@triton.jit
+def block_cast_kernel(
+    x, data, scale, data_t, scale_t, R, C, stride_r, stride_c, scale_r, scale_c, scale_t_r, scale_t_c,
+    LIMIT: tl.constexpr, E8M0: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr,
+    EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    tile = this_tile(x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC)
+    cast_blocks(
+        tile, data, scale, data_t, scale_t, R, C, scale_r, scale_c, scale_t_r, scale_t_c,
+        LIMIT, E8M0, B, SQUARE, EVEN, PACK, G, BC,
+    )  # fmt: skip
+
+
+def plan_blockwise(
+    layout: Layout, kernel: object = block_cast_kernel, scalars: tuple = (), **constants: object
+) -> Callable[..., tuple[Tensor, ...]]:
+    """What casts `kernel`'s inputs. scalars, constants: what it takes besides those of `block_cast_kernel`."""
     e8m0 = layout.scale_dtype == torch.float8_e8m0fnu
     (rows, cols), (block_rows, block) = layout.extents, layout.block
     layouts = scale_layout(rows, cols, *layout.block), scale_layout(cols, rows, *layout.block)
@@ -125,17 +141,17 @@ def plan_blockwise(layout: Layout) -> Plan:
     if not e8m0 and hardware(layout.device).startswith("sm"):
         facts |= {"maxnreg": 168}  # three programs a multiprocessor; ptxas would take 228, and two fit
     cast = Launch(
-        block_cast_kernel, grid, (*layout.extents, *layout.strides, *scale_strides),
-        LIMIT=layout.limit, E8M0=e8m0, B=block, SQUARE=block_rows == block, **facts, num_warps=4,
+        kernel, grid, (*layout.extents, *layout.strides, *scale_strides, *scalars),
+        LIMIT=layout.limit, E8M0=e8m0, B=block, SQUARE=block_rows == block, **facts, **constants, num_warps=4,
     )  # fmt: skip
 
-    def run(x: Tensor, *_: object) -> tuple[Tensor, ...]:
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = layout.allocate()
         if e8m0:
             data, scale, data_t, scale_t = outputs
-            cast(x, data, _bytes(scale), data_t, _bytes(scale_t))
+            cast(*inputs, data, _bytes(scale), data_t, _bytes(scale_t))
         else:
-            cast(x, *outputs)
+            cast(*inputs, *outputs)
         return layout.results(outputs)
 
     return run

@@ -1,6 +1,7 @@
 """One scale for a row, a column or all of a tensor: a first pass finds amax, or the steps before gave it."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -20,7 +21,6 @@ from turbo_ops.quantize.backend_triton.tiles import (
     this_tile,
     visible,
 )
-from turbo_ops.quantize.op import quantize_both_delayed, quantize_delayed
 
 
 @triton.jit
@@ -81,15 +81,13 @@ def tensor_amax(
 
 
 @triton.jit
-def cast_kernel(
-    x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
+def cast_by_amax(
+    tile, x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
     LIMIT: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
-    EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+    EVEN: tl.constexpr, PACK: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Cast x by a scale per row and its transpose by a scale per column (STEP 1), or both by one (STEP 0)."""
-    first_r, first_c, left_r, left_c, groups, cols, tiles = this_tile(
-        x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC
-    )
+    """Cast `this_tile` by a scale per row and its transpose by one per column (STEP 1), or both by one (0)."""
+    first_r, first_c, left_r, left_c, groups, cols, tiles = tile
     rows = 4 * groups
     if data is not None:
         out = data + first_r * C + first_c
@@ -125,6 +123,19 @@ def cast_kernel(
 
 
 @triton.jit
+def cast_kernel(
+    x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
+    LIMIT: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    tile = this_tile(x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC)
+    cast_by_amax(
+        tile, x, amax, amax_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
+        LIMIT, PARTS, STEP, EVEN, PACK, G, BC,
+    )  # fmt: skip
+
+
+@triton.jit
 def past_amax(history, H: tl.constexpr, SLOTS: tl.constexpr):
     """The largest of slots 1..H."""
     slots = tl.arange(0, SLOTS)
@@ -132,15 +143,16 @@ def past_amax(history, H: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def delayed_cast_kernel(
-    x, history, history_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
+def cast_by_history(
+    tile, history, history_t, data, scale, data_t, scale_t, R, C,
     LIMIT: tl.constexpr, SATURATES: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, ROW: tl.constexpr,
-    EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+    EVEN: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Cast x and its transpose by the amax of the steps before, and note x's own; history_t is history."""
-    first_r, first_c, left_r, left_c, groups, cols, tiles = this_tile(
-        x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC
-    )
+    """Cast `this_tile` and its transpose by the amax of the steps before, and note its own.
+
+    history_t is history: see `store_transposed`.
+    """
+    first_r, first_c, left_r, left_c, groups, cols, tiles = tile
     rows = 4 * groups
     tiles = visible(tiles[0]), visible(tiles[1]), visible(tiles[2]), visible(tiles[3])
     history += ROW * (H + 1)
@@ -166,6 +178,19 @@ def delayed_cast_kernel(
         )  # fmt: skip
         out = data_t + first_c * R + first_r
         store_transposed(out, values, 1.0, groups, cols, left_r, left_c, R, EVEN, PACK)
+
+
+@triton.jit
+def delayed_cast_kernel(
+    x, history, history_t, data, scale, data_t, scale_t, R, C, stride_r, stride_c,
+    LIMIT: tl.constexpr, SATURATES: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, ROW: tl.constexpr,
+    EVEN: tl.constexpr, PACK: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    tile = this_tile(x, R, C, stride_r, stride_c, EVEN, WIDE, G, BC)
+    cast_by_history(
+        tile, history, history_t, data, scale, data_t, scale_t, R, C,
+        LIMIT, SATURATES, H, SLOTS, ROW, EVEN, PACK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,21 +242,22 @@ def plan_tensorwise(layout: Layout) -> Plan:
     return run
 
 
-def plan_delayed(x: Tensor, history: Tensor, row: int, dtype: torch.dtype, *, both: bool) -> Plan:
-    layout = Layout(x, dtype, (0, 0), torch.float32, both)
-    if 0 in layout.extents:
-        return (quantize_both_delayed if both else quantize_delayed).reference
+def plan_delayed(
+    layout: Layout, history: Tensor, row: int, kernel: object = delayed_cast_kernel, scalars: tuple = (),
+    **constants: object,
+) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
+    """What casts (*inputs, history). kernel, scalars, constants: as in `plan_blockwise`."""
     length = history.shape[1] - 1
     grid, facts = layout.tiles(64, 128)
     cast = Launch(
-        delayed_cast_kernel, grid, (*layout.extents, *layout.strides),
-        LIMIT=layout.limit, SATURATES=hardware(x.device).startswith("sm"),
-        H=length, SLOTS=triton.next_power_of_2(length + 1), ROW=row, **facts, num_warps=4,
+        kernel, grid, (*layout.extents, *layout.strides, *scalars),
+        LIMIT=layout.limit, SATURATES=hardware(layout.device).startswith("sm"),
+        H=length, SLOTS=triton.next_power_of_2(length + 1), ROW=row, **facts, **constants, num_warps=4,
     )  # fmt: skip
 
-    def run(x: Tensor, history: Tensor, *_: object) -> tuple[Tensor, ...]:
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = layout.allocate()
-        cast(x, history, history, *outputs)
+        cast(*inputs, inputs[-1], *outputs)
         return layout.results(outputs)
 
     return run
