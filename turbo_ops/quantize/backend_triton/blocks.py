@@ -132,7 +132,7 @@ def block_cast_kernel(
 def plan_blockwise(
     layout: Layout, kernel: object = block_cast_kernel, scalars: tuple = (), **constants: object
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """What casts `kernel`'s inputs. scalars, constants: what it takes besides those of `block_cast_kernel`."""
+    """What casts `kernel`'s inputs. scalars, constants: what it takes beyond `block_cast_kernel`."""
     e8m0 = layout.scale_dtype == torch.float8_e8m0fnu
     (rows, cols), (block_rows, block) = layout.extents, layout.block
     layouts = scale_layout(rows, cols, *layout.block), scale_layout(cols, rows, *layout.block)

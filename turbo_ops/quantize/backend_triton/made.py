@@ -1,4 +1,4 @@
-"""Casts of what a kernel makes of its inputs on the way: the tensor that is cast is never in memory itself."""
+"""Casts of what a kernel makes of its inputs on the way: what is cast is never in memory itself."""
 
 from collections.abc import Callable
 

@@ -86,7 +86,7 @@ def cast_by_amax(
     LIMIT: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     EVEN: tl.constexpr, PACK: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Cast `this_tile` by a scale per row and its transpose by one per column (STEP 1), or both by one (0)."""
+    """Cast `this_tile` by a scale a row and its transpose by one a column (STEP 1), or both by one (0)."""
     first_r, first_c, left_r, left_c, groups, cols, tiles = tile
     rows = 4 * groups
     if data is not None:
