@@ -100,7 +100,7 @@ def quantize_both_cross_entropy(
     block_cols: int,
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_both` of d(sum(row_scale * cross-entropy)) / d(logits), logits [T, V], never in memory itself.
+    """`quantize_both` of d(sum(row_scale * cross-entropy)) / d(logits) [T, V], which is never in memory.
 
     labels [T] int64, row_scale [T] fp32; lse and peak [T] fp32 are `cross_entropy`'s.
     """
