@@ -238,6 +238,11 @@ def refuse_second_derivative(name: str) -> None:
         raise RuntimeError(f"turbo_ops.{name} is differentiable once: create_graph=True would be wrong")
 
 
+def keeps_graph() -> bool:
+    """In a backward: whether another one may follow over the same graph (retain_graph)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 class Bound(dict):
     """The ops of a caller whose arguments are of one kind at every call: a choice costs 1 to 3 us."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from turbo_ops.arch import DTYPES
 from turbo_ops.casting import HIGH_PRECISION, Recipe, Scaled
 from turbo_ops.cross_entropy import cross_entropy_
-from turbo_ops.dispatch import refuse_second_derivative
+from turbo_ops.dispatch import keeps_graph, refuse_second_derivative
 from turbo_ops.gemm import gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_both
 
@@ -56,10 +56,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_cross_entropy")
         if ctx.call.reduction != "none":
-            grads, ctx.grads = ctx.grads, None  # scaled in place: the weight's is 1 GB with 128256 classes
+            grads, factor = ctx.grads, grad / ctx.divisor
             if grads is None:
-                raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
-            factor = grad / ctx.divisor
+                raise RuntimeError("linear_cross_entropy: a second backward needs retain_graph in the first")
+            if not torch.compiler.is_compiling() and keeps_graph():
+                return *(None if g is None else g * factor for g in grads), None
+            ctx.grads = None  # scaled in place: the weight's is 1 GB with 128256 classes
             return *(None if g is None else g.mul_(factor) for g in grads), None
         hidden, weight, bias = ctx.saved_tensors
         _, grads = _chunks(hidden, weight, bias, ctx.call, grad.float().contiguous(), ctx.needs)

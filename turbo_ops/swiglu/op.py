@@ -9,7 +9,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from turbo_ops.arch import DTYPES
-from turbo_ops.dispatch import Runner, directly, kind_of, op, refuse_second_derivative, runner
+from turbo_ops.dispatch import (
+    Runner,
+    directly,
+    keeps_graph,
+    kind_of,
+    op,
+    refuse_second_derivative,
+    runner,
+)
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swigluoai")
 ALPHA, LIMIT = 1.702, 7.0  # of swigluoai
@@ -89,8 +97,7 @@ class SwigluFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("swiglu")
         call, (gate, up, probs) = ctx.call, ctx.saved_tensors
-        consume = call.consume and not torch.compiler.is_compiling()
-        if consume and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if call.consume and not torch.compiler.is_compiling() and not keeps_graph():
             given = gate, up
         else:
             given = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), None
