@@ -152,6 +152,7 @@ def test_a_second_backward_needs_a_kept_graph(device: torch.device) -> None:
         ({"reduction": "sum", "divisor": 3.0}, "divisor=3.0 with reduction='sum'"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"chunk": 0}, "chunk=0"),
+        ({"accumulate": torch.float64}, "accumulate=torch.float64: use torch.float32 or"),
         ({"recipe": turbo_nn.RECIPES["fp8_delayed"]}, "amax history"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:20],
@@ -194,3 +195,28 @@ def test_the_module_is_a_head_with_its_loss(recipe: str, device: torch.device) -
     assert logits.abs().max() <= 2.0
     assert "softcap=2.0" in repr(layer)
     assert list(layer.state_dict()) == list(torch.nn.Linear(D, V).state_dict())
+
+
+def test_many_chunks_lose_nothing(device: torch.device) -> None:
+    """Hundreds of bf16 sums of one sign: each adds less than half of what bf16 can tell apart."""
+    tokens, width, classes = 1024, 16, 8
+    hidden = (1 + torch.rand(tokens, width, device=device)).bfloat16().requires_grad_()
+    weight = torch.zeros(classes, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.int64, device=device)
+
+    def wgrad(**options) -> Tensor:
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", **options)
+        return torch.autograd.grad(loss, weight)[0]
+
+    exact = wgrad(chunk=tokens)
+    assert snr_db(wgrad(chunk=1), exact) > 50
+    assert snr_db(wgrad(chunk=tokens // 8), exact) > 45
+    assert snr_db(wgrad(chunk=1, accumulate=torch.bfloat16), exact) < 30, "or the test shows nothing"
+
+
+def test_sums_beyond_fp16_are_divided_first(device: torch.device) -> None:
+    hidden = torch.full((4096, 8), 60.0, device=device, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(4, 8, device=device, dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(4096, dtype=torch.int64, device=device)
+    linear_cross_entropy(hidden, weight, labels, chunk=512).backward()
+    torch.testing.assert_close(weight.grad[0], torch.full((8,), -45.0, device=device).half())

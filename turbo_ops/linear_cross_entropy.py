@@ -21,6 +21,9 @@ REDUCTIONS = ("mean", "sum", "none")
 # Logits at a time: 256 MiB in bf16, 1024 tokens of 128256 classes. Twice as many where they are cast: then
 # products are faster, and what a chunk adds to the weight's gradient, 1 GB read and written, weighs more.
 CHUNK = 1 << 27
+# Chunks whose shares of the weight's gradient are summed in bf16: each is a sum of fp32 products, rounded once,
+# and 8 of them err by 1.6 roundings. Hundreds lose what they add (Liger-Kernel#512): beyond, the sum is fp32.
+FEW_CHUNKS = 8
 
 
 class Call(NamedTuple):
@@ -34,7 +37,7 @@ class Call(NamedTuple):
     divisor: Tensor | float | None
     chunk: int
     recording: bool
-    weight_dtype: torch.dtype
+    total_dtype: torch.dtype  # of the sum of the chunks' shares of the weight's gradient
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -42,6 +45,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         needs = [call.recording and need for need in ctx.needs_input_grad[:3]]
         ctx.call, ctx.needs = call, needs
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         if call.reduction == "none":
             losses, _ = _chunks(hidden, weight, bias, call, None, (False, False, False))
             ctx.save_for_backward(hidden, weight, bias)
@@ -59,13 +63,15 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             grads, factor = ctx.grads, grad / ctx.divisor
             if grads is None:
                 raise RuntimeError("linear_cross_entropy: a second backward needs retain_graph in the first")
-            if not torch.compiler.is_compiling() and keeps_graph():
-                return *(None if g is None else g * factor for g in grads), None
-            ctx.grads = None  # scaled in place: the weight's is 1 GB with 128256 classes
-            return *(None if g is None else g.mul_(factor) for g in grads), None
-        hidden, weight, bias = ctx.saved_tensors
-        _, grads = _chunks(hidden, weight, bias, ctx.call, grad.float().contiguous(), ctx.needs)
-        return *grads, None
+            kept = not torch.compiler.is_compiling() and keeps_graph()
+            ctx.grads = grads if kept else None
+            # in place where that may be: the weight's is 1 GB with 128256 classes
+            grads = [g if g is None else g * factor if kept else g.mul_(factor) for g in grads]
+        else:
+            hidden, weight, bias = ctx.saved_tensors
+            row_scale = grad.float().contiguous()
+            _, grads = _chunks(hidden, weight, bias, ctx.call, row_scale, ctx.needs)
+        return *(g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)), None
 
 
 def _divisor(call: Call) -> Tensor:
@@ -111,8 +117,9 @@ def _chunks(
         losses[rows], grad_weight = _chunk(hidden, rows, head, call, row_scale, need_weight, grad_weight)
     if need_weight and grad_weight is None:
         grad_weight = torch.zeros_like(weight)  # no token
-    grad_bias = None if head.grad_bias is None or bias is None else head.grad_bias.to(bias.dtype)
-    return losses, [head.grad_hidden, grad_weight, grad_bias]
+    if grad_weight is not None and weight.dtype == torch.bfloat16:  # fp16's range may not hold the sum
+        grad_weight = grad_weight.to(weight.dtype)
+    return losses, [head.grad_hidden, grad_weight, head.grad_bias]
 
 
 def _chunk(
@@ -142,7 +149,7 @@ def _chunk(
     if x_t is not None and grad_weight is not None:
         gemm_accumulate_(grad_weight, grad_t.data, x_t.data, grad_t.scale, x_t.scale, wgrad.fast_accum)
     elif x_t is not None:
-        grad_weight = matmul(grad_t, x_t, call.weight_dtype, fast_accum=wgrad.fast_accum)
+        grad_weight = matmul(grad_t, x_t, call.total_dtype, fast_accum=wgrad.fast_accum)
     return losses, grad_weight
 
 
@@ -164,8 +171,9 @@ def _problem(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
 
 
 def _option_problem(
-    recipe: Recipe, reduction: str, divisor: object, smoothing: float, softcap: float, chunk: int | None
-) -> str | None:
+    recipe: Recipe, reduction: str, divisor: object, *, smoothing: float, softcap: float, chunk: int | None,
+    accumulate: torch.dtype | None,
+) -> str | None:  # fmt: skip
     if reduction not in REDUCTIONS:
         return f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}"
     if divisor is not None and reduction != "mean":
@@ -173,6 +181,8 @@ def _option_problem(
     if not 0 <= smoothing < 1 or softcap < 0 or (chunk is not None and chunk < 1):
         given = f"label_smoothing={smoothing}, softcap={softcap}, chunk={chunk}"
         return f"{given}: use 0 <= label_smoothing < 1, softcap >= 0, chunk >= 1"
+    if accumulate not in (None, torch.float32, torch.bfloat16):
+        return f"accumulate={accumulate}: use torch.float32 or torch.bfloat16"
     if recipe.history:
         return "the recipe has an amax history, which a head has not: use another"
     return None
@@ -192,6 +202,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float = 0.0,
     chunk: int | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Tensor:
     """Cross-entropy of hidden [..., D] @ weight [V, D].T + bias [V] with labels [...]: scalar or [...], fp32.
 
@@ -199,14 +210,16 @@ def linear_cross_entropy(
     to hidden's dtype, or autocast's; the loss is computed in fp32. recipe: casts of the three GEMMs.
     reduction: "mean" over labels that are not ignore_index, "sum" or "none"; divisor stands in for their
     number under "mean" (tokens of all micro-batches and ranks). label_smoothing, z_loss, softcap: see
-    `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits,
-    2^28 with casts). All labels ignored: NaN under "mean",
-    as in torch. ValueError where shapes, dtypes or options do not fit.
+    `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits, 2^28 with casts).
+    accumulate: dtype of the sum of the chunks' shares of weight's gradient (None: bf16 weight's own up to 8
+    chunks, else fp32). All labels ignored: NaN under "mean", as in torch. ValueError where shapes, dtypes or
+    options do not fit.
     """
     recipe, dtype = recipe or HIGH_PRECISION, hidden.dtype
     problem = _problem(hidden, weight, labels, bias) or _option_problem(
-        recipe, reduction, divisor, label_smoothing, softcap, chunk
-    )
+        recipe, reduction, divisor, smoothing=label_smoothing, softcap=softcap, chunk=chunk,
+        accumulate=accumulate,
+    )  # fmt: skip
     if problem:
         raise ValueError(f"linear_cross_entropy: {problem}")
     if torch.is_autocast_enabled(hidden.device.type):
@@ -215,7 +228,9 @@ def linear_cross_entropy(
     tokens = chunk or max(128, most // max(len(weight), 1) // 128 * 128)
     options = ignore_index, float(label_smoothing), float(z_loss), float(softcap)
     flat = labels.reshape(-1).contiguous()
+    few = weight.dtype == torch.bfloat16 and len(flat) <= FEW_CHUNKS * tokens
+    total = accumulate or (torch.bfloat16 if few else torch.float32)
     recording = torch.is_grad_enabled()
-    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, recording, weight.dtype)
+    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, recording, total)
     loss = LinearCrossEntropyFunction.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
     return loss.view(labels.shape) if reduction == "none" else loss
