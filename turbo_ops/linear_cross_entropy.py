@@ -21,8 +21,8 @@ REDUCTIONS = ("mean", "sum", "none")
 # Logits at a time: 256 MiB in bf16, 1024 tokens of 128256 classes. Twice as many where they are cast: then
 # products are faster, and what a chunk adds to the weight's gradient, 1 GB read and written, weighs more.
 CHUNK = 1 << 27
-# Chunks whose shares of the weight's gradient are summed in bf16: each is a sum of fp32 products, rounded once,
-# and 8 of them err by 1.6 roundings. Hundreds lose what they add (Liger-Kernel#512): beyond, the sum is fp32.
+# Chunks whose shares of the gradient of weight are summed in bf16: each is a sum of fp32 products, rounded
+# once, and 8 of them err by 1.6 roundings. Hundreds lose what they add (Liger-Kernel#512): those are fp32 sums.
 FEW_CHUNKS = 8
 
 
