@@ -22,7 +22,7 @@ REDUCTIONS = ("mean", "sum", "none")
 # products are faster, and what a chunk adds to the weight's gradient, 1 GB read and written, weighs more.
 CHUNK = 1 << 27
 # Chunks whose shares of the gradient of weight are summed in bf16: each is a sum of fp32 products, rounded
-# once, and 8 of them err by 1.6 roundings. Hundreds lose what they add (Liger-Kernel#512): those are fp32 sums.
+# once, and 8 of them err by 1.6 roundings. Hundreds lose what they add (Liger-Kernel#512): then it is fp32.
 FEW_CHUNKS = 8
 
 
