@@ -58,7 +58,11 @@ class GatedMLP(nn.Module):
             up, gate = gate.chunk(2, -1)
         # backward may write over what nobody else can have seen
         consume = all(map(is_plain, inward))
-        return getattr(self, down_name)(turbo_ops.swiglu(gate, up, self.activation, consume=consume))
+        down = getattr(self, down_name)
+        if isinstance(down, Linear) and is_plain(down):  # nobody else can read its input, either
+            recipe, history = down.recipe, down.fitting_history()
+            return down(turbo_ops.gated_input(gate, up, self.activation, recipe, history, consume=consume))
+        return down(turbo_ops.swiglu(gate, up, self.activation, consume=consume))
 
 
 def _layout(module: nn.Module) -> tuple[str, str | None, str] | None:

@@ -57,21 +57,21 @@ class Linear(nn.Linear):
         self.amax_history = _new_history(self.recipe, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recipe.history:
-            self._keep_history()
         gathered = "_is_fsdp_managed_module" in self.__dict__
         return turbo_ops.linear(
-            x, self.weight, self.bias, self.recipe, self.amax_history, resident=not gathered
+            x, self.weight, self.bias, self.recipe, self.fitting_history(), resident=not gathered
         )
 
-    def _keep_history(self) -> None:
-        """Make the history fit the recipe and follow the weight to its device."""
+    def fitting_history(self) -> Tensor | None:
+        """The amax history, made to fit the recipe and to follow the weight to its device."""
         old, steps = self.amax_history, self.recipe.history
-        if old is not None and old.device == self.weight.device and old.shape[1] == steps + 1:
-            return
+        fits = old is not None and old.device == self.weight.device and old.shape[1] == steps + 1
+        if fits or not steps:
+            return old
         self.amax_history = turbo_ops.new_history(steps, self.weight.device)
         if old is not None and not old.is_meta and old.shape == self.amax_history.shape:
             turbo_ops.restore_history(self.amax_history, old)
+        return self.amax_history
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a deepcopy and a pickle

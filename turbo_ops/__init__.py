@@ -4,6 +4,7 @@ from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
 from turbo_ops.cross_entropy import cross_entropy_
 from turbo_ops.delayed import new_history, reduce_amax_over, restore_history, track_history
 from turbo_ops.dispatch import UnsupportedError, explain, force, reset
+from turbo_ops.gated_linear import gated_input
 from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.linear_cross_entropy import linear_cross_entropy
@@ -29,6 +30,7 @@ __all__ = [
     "dequantize",
     "explain",
     "force",
+    "gated_input",
     "gemm",
     "gemm_accumulate_",
     "linear",

@@ -9,6 +9,8 @@ from torch import Tensor
 
 # (rows, columns) that share a scale, 0 = the whole axis, and the scale of each
 BLOCKS = {(0, 0): "fp32", (1, 0): "fp32", (1, 32): "e8m0", (1, 128): "fp32", (128, 128): "fp32"}
+# Where kernels that cast what they make on the way were measured to pay; elsewhere one makes and one casts.
+ON_THE_WAY: tuple[str, ...] = ()
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of an amax history
 SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.float8_e8m0fnu}
 

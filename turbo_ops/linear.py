@@ -114,12 +114,20 @@ def _input_casts(
     shared = call.shared
     if shared is None or how is None:
         return _operands(x, how, how_t, need_t, call, INPUT)
-    key = shared._version, x.shape, how, how_t, call.dtype
+    key = shared._version, x.shape, how, how_t, call.dtype  # as in carry_casts
     found = getattr(shared, "_turbo_casts", None)
     if found is None or found[0] != key or (need_t and found[2] is None):
         found = key, *_operands(x, how, how_t, need_t, call, INPUT)
         shared._turbo_casts = found  # type: ignore[attr-defined]
     return found[1], found[2] if need_t else None
+
+
+def carry_casts(x: Tensor, how: Cast | None, lhs: Scaled, x_t: Scaled) -> None:
+    """Let x [..., in] carry casts that were made before it came to `linear`: by `how` along both axes."""
+    dtype, rows = x.dtype, (x.shape[:-1].numel(), x.shape[-1])
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    x._turbo_casts = (x._version, rows, how, how, dtype), lhs, x_t  # type: ignore[attr-defined]
 
 
 def _weight_casts(

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turbo_ops.arch import DTYPES
+from turbo_ops import casting
+from turbo_ops.arch import DTYPES, arch
 from turbo_ops.casting import HIGH_PRECISION, Recipe, Scaled
-from turbo_ops.cross_entropy import cross_entropy_
+from turbo_ops.cross_entropy import cross_entropy, cross_entropy_
 from turbo_ops.dispatch import keeps_graph, refuse_second_derivative
 from turbo_ops.gemm import gemm_accumulate_, matmul
-from turbo_ops.quantize import cast, cast_both
+from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize_both_cross_entropy
 
 REDUCTIONS = ("mean", "sum", "none")
 # Logits at a time: 256 MiB in bf16, 1024 tokens of 128256 classes. Twice as many where they are cast: then
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     divisor: Tensor | float | None
     chunk: int
     recording: bool
+    on_the_way: bool  # the logits' gradient is cast as it is made
     total_dtype: torch.dtype  # of the sum of the chunks' shares of the weight's gradient
 
 
@@ -136,12 +138,15 @@ def _chunk(
     x, scale = hidden[rows].to(call.dtype), row_scale[rows] if row_scale is not None else None
     lhs, x_t = cast_both(x, fprop.lhs, wgrad.rhs) if need_weight else (cast(x, fprop.lhs), None)
     logits = matmul(lhs, head.rhs, call.dtype, bias=head.bias, fast_accum=fprop.fast_accum)
-    losses = cross_entropy_(logits, call.labels[rows], scale, *call.options)
-    if scale is None:
-        return losses, None
-    if head.grad_bias is not None:
-        head.grad_bias.add_(logits.float().sum(0))
-    grad, grad_t = cast_both(logits, dgrad.lhs, wgrad.lhs)
+    if scale is not None and call.on_the_way and head.grad_bias is None:
+        losses, grad, grad_t = _cast_gradient(logits, call.labels[rows], scale, call)
+    else:
+        losses = cross_entropy_(logits, call.labels[rows], scale, *call.options)
+        if scale is None:
+            return losses, None
+        if head.grad_bias is not None:
+            head.grad_bias.add_(logits.float().sum(0))
+        grad, grad_t = cast_both(logits, dgrad.lhs, wgrad.lhs)
     del logits  # cast, they are another copy
     if head.grad_hidden is not None and head.weight_t is not None:
         product = matmul(grad, head.weight_t, hidden.dtype, fast_accum=dgrad.fast_accum)
@@ -151,6 +156,18 @@ def _chunk(
     elif x_t is not None:
         grad_weight = matmul(grad_t, x_t, call.total_dtype, fast_accum=wgrad.fast_accum)
     return losses, grad_weight
+
+
+def _cast_gradient(
+    logits: Tensor, labels: Tensor, row_scale: Tensor, call: Call
+) -> tuple[Tensor, Scaled, Scaled]:
+    """The losses, and both casts of the logits' gradient, which is nowhere else."""
+    losses, lse, peak = cross_entropy(logits, labels, call.options[0])
+    how = cast_arguments(logits, call.recipe.dgrad.lhs)  # type: ignore[arg-type]
+    data, scale, data_t, scale_t = quantize_both_cross_entropy(
+        logits, labels, row_scale, lse, peak, call.options[0], *how
+    )
+    return losses, Scaled(data, scale), Scaled(data_t, scale_t)
 
 
 def _problem(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> str | None:
@@ -230,7 +247,10 @@ def linear_cross_entropy(
     flat = labels.reshape(-1).contiguous()
     few = weight.dtype == torch.bfloat16 and len(flat) <= FEW_CHUNKS * tokens
     total = accumulate or (torch.bfloat16 if few else torch.float32)
+    how, plain = recipe.dgrad.lhs, not any(options[1:])
+    fits = plain and how is not None and how == recipe.wgrad.lhs and how.block != (1, 0)
+    on_the_way = fits and arch(hidden.device) in casting.ON_THE_WAY and not torch.compiler.is_compiling()
     recording = torch.is_grad_enabled()
-    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, recording, total)
+    call = Call(flat, recipe, dtype, options, reduction, divisor, tokens, recording, on_the_way, total)
     loss = LinearCrossEntropyFunction.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
     return loss.view(labels.shape) if reduction == "none" else loss

@@ -5,7 +5,10 @@ from turbo_ops.quantize.op import (
     dequantize,
     quantize,
     quantize_both,
+    quantize_both_cross_entropy,
     quantize_both_delayed,
+    quantize_both_swiglu,
+    quantize_both_swiglu_delayed,
     quantize_delayed,
 )
 
@@ -16,6 +19,9 @@ __all__ = [
     "dequantize",
     "quantize",
     "quantize_both",
+    "quantize_both_cross_entropy",
     "quantize_both_delayed",
+    "quantize_both_swiglu",
+    "quantize_both_swiglu_delayed",
     "quantize_delayed",
 ]

@@ -1,6 +1,7 @@
 """act(gate) * up, the middle of a gated MLP (arXiv 2002.05202), and weighted by a router for its experts."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,11 +77,16 @@ def _parts(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, T
 
 
 class Call(NamedTuple):
-    """All but the tensors to differentiate. consume: gate and up are nobody else's. run: ops of this kind."""
+    """All but the tensors to differentiate.
+
+    consume: gate and up are nobody else's. run: ops of this kind. cast: takes gate and up [T, D] in place of
+    the result, which is then nowhere but in its casts.
+    """
 
     activation: str
     consume: bool
     run: Runner
+    cast: Callable[[Tensor, Tensor], None] | None
 
 
 class SwigluFunction(torch.autograd.Function):
@@ -91,6 +97,9 @@ class SwigluFunction(torch.autograd.Function):
         ctx.save_for_backward(gate, up, probs)  # backward finds act(gate) again: nothing of its own is kept
         ctx.call = call
         gate, up = gate.chunk(2, 1) if up is None else (gate, up)
+        if call.cast is not None:
+            call.cast(gate, up)
+            return torch.full((), torch.nan, dtype=gate.dtype, device=gate.device).expand(gate.shape)
         return call.run("fwd", swiglu_fwd, gate, up, call.activation, _wide(probs))
 
     @staticmethod
@@ -145,12 +154,14 @@ def swiglu(
     probs: Tensor | None = None,
     *,
     consume: bool = False,
+    cast: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """gate, up [..., D] of one dtype -> act(gate) * up [..., D], times probs [...] where given.
 
     Differentiable once in all three. up None: gate is [..., 2 * D], both side by side; halves of one tensor,
     in any order and interleaved as well, are taken without a copy. activation: see `swiglu_fwd`. consume: a
     backward that keeps no graph may write the gradients over gate and up, which nothing else may hold then.
+    cast: takes gate and up [T, D] in place of the result, which is NaN then (`gated_linear`).
     ValueError where shapes or dtypes differ, or for an activation that is none of `ACTIVATIONS`.
     """
     problem = _problem(gate, up, activation, probs)
@@ -164,5 +175,5 @@ def swiglu(
     compiling = torch.compiler.is_compiling()
     kinds = None if compiling else tuple(None if t is None else kind_of(t) for t in (gate, up, probs))
     run = directly if compiling else runner((kinds, activation))
-    y = SwigluFunction.apply(gate, up, probs, Call(activation, consume, run))
+    y = SwigluFunction.apply(gate, up, probs, Call(activation, consume, run, cast))
     return y if y.shape == shape else y.view(shape)
