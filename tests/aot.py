@@ -1,4 +1,4 @@
-"""Compile, for an AMD GPU that this machine need not have, what a backend would launch; report what came out.
+"""Compile, for a GPU that this machine need not have, what a backend would launch; report what came out.
 
 A backend runs on meta tensors with the launch replaced by a note of it, so types, alignment, tiles and warps
 are those of a real call. No GPU, no driver and no ROCm is needed; the process must not have TRITON_INTERPRET.
@@ -6,7 +6,9 @@ are those of a real call. No GPU, no driver and no ROCm is needed; the process m
 
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +25,9 @@ import turbo_ops
 from turbo_ops.dispatch import Backend
 
 TARGETS = {name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")}
-LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # of a compute unit; compile() does not reject more
+TARGETS["sm90"] = GPUTarget("cuda", 90, 32)
+# Shared memory of a compute unit; compile() does not reject more.
+LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm90": 227 << 10}
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ def report(source: Source) -> Report:
         },
     )
     compiled = triton.compile(ast, target=TARGETS[source.target], options=dict(source.options))
+    if source.target == "sm90":
+        return _nvidia_report(compiled, dict(source.options).get("maxnreg"))
     assembly = compiled.asm["amdgcn"]
     code = re.sub(r"//.*|;.*", "", assembly)
     return Report(
@@ -135,6 +141,24 @@ def report(source: Source) -> Report:
         scratch_bytes=_metadata(assembly, "private_segment_fixed_size"),
         lds_bytes=compiled.metadata.shared,
         matrix=Counter(re.findall(r"v_mfma_\w+", code)),
+    )
+
+
+def _nvidia_report(compiled: object, registers: int | None) -> Report:
+    """What the ptxas that comes with Triton says: bytes that it spills stand for both of AMD's numbers."""
+    limit = [f"-maxrregcount={registers}"] if registers else []
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", *limit, file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
+    return Report(
+        vgprs=int(re.search(r"Used (\d+) registers", said)[1]),
+        vgpr_spills=spilled,
+        scratch_bytes=spilled,
+        lds_bytes=compiled.metadata.shared,
+        matrix=Counter(re.findall(r"wgmma\.mma_async[\w.]*", compiled.asm["ptx"])),
     )
 
 

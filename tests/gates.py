@@ -1,4 +1,4 @@
-"""What each Triton kernel must compile to on gfx942 and gfx950, whatever case launches it."""
+"""What each Triton kernel must compile to on gfx942, gfx950 and sm90, whatever case launches it."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,10 @@ TRITON = "3.6.0"  # the pair of torch 2.11; other versions allocate registers di
 
 # Matrix instructions by the type of the operands; an FP8 type that a GPU lacks is emulated through bf16 ones.
 MATRIX = {"*fp8": r"fp8|bf8|f8f6f4", "*bf16": r"_bf16", "*fp16": r"_f16", "*fp32": r"x(2|4)_?f32"}
+
+
+# Casts of 128x128 are held to 168 registers, of which three programs fit; ptxas then spills up to 32 bytes.
+SPILLED_BYTES = {"sm90": 32}
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,14 @@ GATES = {
 }
 
 
-def matrix_pattern(gate: Gate, types: dict[str, str], constants: dict[str, object]) -> str | None:
+def matrix_pattern(
+    gate: Gate, types: dict[str, str], constants: dict[str, object], target: str
+) -> str | None:
     """The pattern that some matrix instruction of a kernel with these types and constants must match."""
     if gate.operand is None:
         return None
+    if target == "sm90":
+        return None if types[gate.operand].startswith("*fp32") else "wgmma"
     upcast = (
         constants.get("SCALE") == "mx" and not constants["MX_NATIVE"]
     )  # no scaled matrix instruction there

@@ -1,4 +1,4 @@
-"""Every Triton kernel, as its backend launches it, compiles for gfx942 and gfx950 within its gate."""
+"""Every Triton kernel, as its backend launches it, compiles for gfx942, gfx950 and sm90 within its gate."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gates import GATES, TRITON, matrix_pattern
+from gates import GATES, SPILLED_BYTES, TRITON, matrix_pattern
 
 import turbo_ops
 from turbo_ops.cases import cases
@@ -45,7 +45,8 @@ def launched() -> dict:
     found, backends = {}, [(op, op.load("triton")) for op in REGISTRY.values()]
     for target in aot.TARGETS:
         with aot.pretending(target):
-            for (op, backend), size in itertools.product(backends, ("bench", "test")):
+            sizes = ("bench",) if target == "sm90" else ("bench", "test")  # tests run on that one itself
+            for (op, backend), size in itertools.product(backends, sizes):
                 for case, make in cases(op, size, META).items() if backend else ():
                     for source in aot.sources(backend, make(), target):
                         found.setdefault(source, f"{target}-{source.name}-{op.name}-{case}")
@@ -74,10 +75,11 @@ def test_kernel_passes_its_gate(source, aot) -> None:
     report, lds = aot.report(source), aot.LDS_BYTES[source.target]
     print(source, report)
     types = {name: kind for name, kind, _ in source.types}
-    pattern = matrix_pattern(GATES[source.name], types, dict(source.constants))
+    pattern = matrix_pattern(GATES[source.name], types, dict(source.constants), source.target)
+    spilled = SPILLED_BYTES.get(source.target, 0)
     problems = {
-        "vgpr spills": report.vgpr_spills > 0,
-        "bytes of scratch": report.scratch_bytes > 0,
+        "vgpr spills": report.vgpr_spills > spilled,
+        "bytes of scratch": report.scratch_bytes > spilled,
         f"more than {lds} bytes of LDS": report.lds_bytes > lds,
         f"no matrix instruction like {pattern}": pattern and not re.search(pattern, " ".join(report.matrix)),
     }
@@ -92,6 +94,6 @@ def test_every_kernel_has_a_gate() -> None:
 
 
 def test_every_kernel_is_launched_by_a_case(aot) -> None:
-    for target in aot.TARGETS:
+    for target in ("gfx942", "gfx950"):
         missing = entry_kernels() - {source.name for source in launched() if source.target == target}
         assert not missing, f"no case launches {sorted(missing)} on {target}"
