@@ -14,7 +14,6 @@ import pytest
 import torch
 from numerics import assert_close
 
-import turbo_ops
 from turbo_ops import native
 from turbo_ops.cases import cases
 from turbo_ops.dispatch import REGISTRY
