@@ -38,6 +38,8 @@ GATES = {
     "rms_norm_bwd_kernel": Gate(),
     "rms_norm_fwd_kernel": Gate(),
     "rope_kernel": Gate(),
+    "router_bwd_kernel": Gate(),
+    "router_fwd_kernel": Gate(),
     "sum_partials_kernel": Gate(),
     "swiglu_bwd_kernel": Gate(),
     "swiglu_fwd_kernel": Gate(),

@@ -11,6 +11,7 @@ from turbo_ops.linear_cross_entropy import linear_cross_entropy
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
 from turbo_ops.rms_norm import add_rms_norm, rms_norm, rms_norm_backend
 from turbo_ops.rope import rope, rope_backend
+from turbo_ops.router import Routing, router, router_losses
 from turbo_ops.swiglu import ACTIVATIONS, swiglu, swiglu_backend
 from turbo_ops.weight_cache import weights_changed
 
@@ -21,6 +22,7 @@ __all__ = [
     "Cast",
     "Gemm",
     "Recipe",
+    "Routing",
     "Scaled",
     "UnsupportedError",
     "add_rms_norm",
@@ -46,6 +48,8 @@ __all__ = [
     "rms_norm_backend",
     "rope",
     "rope_backend",
+    "router",
+    "router_losses",
     "swiglu",
     "swiglu_backend",
     "track_history",
