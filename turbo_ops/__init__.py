@@ -8,6 +8,7 @@ from turbo_ops.gated_linear import gated_input
 from turbo_ops.gemm import gemm, gemm_accumulate_
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.linear_cross_entropy import linear_cross_entropy
+from turbo_ops.moe_permute import Permutation, moe_permute, moe_unpermute
 from turbo_ops.quantize import cast, cast_both, dequantize, quantize, quantize_both
 from turbo_ops.rms_norm import add_rms_norm, rms_norm, rms_norm_backend
 from turbo_ops.rope import rope, rope_backend
@@ -21,6 +22,7 @@ __all__ = [
     "ACTIVATIONS",
     "Cast",
     "Gemm",
+    "Permutation",
     "Recipe",
     "Routing",
     "Scaled",
@@ -38,6 +40,8 @@ __all__ = [
     "linear",
     "linear_backends",
     "linear_cross_entropy",
+    "moe_permute",
+    "moe_unpermute",
     "new_history",
     "quantize",
     "quantize_both",
