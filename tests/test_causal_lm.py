@@ -179,3 +179,22 @@ def test_it_compiles_in_one_graph(device: torch.device) -> None:
     expected = loss_of(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_hidden_states_do_not_pass_for_logits(device: torch.device) -> None:
+    model, ids = build("llama", device).train(), tokens(device)
+    patch(model, "bf16", only="")
+    output = model(input_ids=ids, labels=ids)
+    assert "logits" not in output
+    assert output.logits is None
+    assert [x.shape for x in output.to_tuple() if isinstance(x, Tensor)] == [()]
+
+
+def test_a_head_whose_logits_become_fp32(device: torch.device) -> None:
+    config = transformers.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4)
+    torch.manual_seed(0)
+    model, ids = transformers.MambaForCausalLM(config).to(device).bfloat16().train(), tokens(device)
+    expected = model(input_ids=ids, labels=ids).loss
+    patch(model, "bf16", only="")
+    assert isinstance(model, turbo_nn.CausalLM)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected, rtol=1e-2, atol=1e-2)

@@ -152,6 +152,8 @@ def test_a_second_backward_needs_a_kept_graph(device: torch.device) -> None:
         ({"reduction": "sum", "divisor": 3.0}, "divisor=3.0 with reduction='sum'"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"chunk": 0}, "chunk=0"),
+        ({"recipe": "fp8_blockwise"}, "recipe='fp8_blockwise': give a Recipe"),
+        ({"weight": torch.zeros(0, D)}, r"weight \(0, "),
         ({"accumulate": torch.float64}, "accumulate=torch.float64: use torch.float32 or"),
         ({"recipe": turbo_nn.RECIPES["fp8_delayed"]}, "amax history"),
     ],
@@ -220,3 +222,12 @@ def test_sums_beyond_fp16_are_divided_first(device: torch.device) -> None:
     labels = torch.zeros(4096, dtype=torch.int64, device=device)
     linear_cross_entropy(hidden, weight, labels, chunk=512).backward()
     torch.testing.assert_close(weight.grad[0], torch.full((8,), -45.0, device=device).half())
+
+
+def test_where_nothing_counts_gradients_are_zero(device: torch.device) -> None:
+    """As torch's: the loss is NaN, and an optimizer that steps all the same breaks nothing."""
+    (hidden, weight, bias), labels = draw(device)
+    labels.fill_(-100)
+    loss = linear_cross_entropy(hidden, weight, labels, bias)
+    assert loss.isnan()
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight, bias)))

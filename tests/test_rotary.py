@@ -206,3 +206,22 @@ def _bare(cls: type[nn.Module]) -> nn.Module:
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     return module
+
+
+def test_other_angles_are_the_models_own_matter(device: torch.device) -> None:
+    q, k, cos, sin = drawn(device)
+    rotate = rotary.where_it_fits(rotary.rotate_halves, llama)
+    flat = [angles[0] for angles in (cos, sin)]
+    for one, other in zip(rotate(q, k, *flat, unsqueeze_dim=0), llama(q, k, *flat, 0), strict=True):
+        torch.testing.assert_close(one, other)
+    learned = cos.clone().requires_grad_()
+    rotate(q, k, learned, sin)[0].sum().backward()
+    assert learned.grad is not None
+
+
+def test_an_older_signature_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return llama(q, k, cos, sin, unsqueeze_dim)
+
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", older)
+    assert "takes q, k, cos, sin, position_ids" in verdict_of(Attention).reason

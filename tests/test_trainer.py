@@ -160,6 +160,10 @@ def test_accelerate_reads_it_from_its_file(tmp_path: Path, device: torch.device)
         ("recipe: bf16\nskips: lm_head", "skips: use recipe, policy, only"),
         ("compute_environment: LOCAL_MACHINE", "must map recipe, policy.*under fp8_config"),
         ("- recipe", "must map recipe, policy"),
+        ("recipe: null", "recipe: None is no name"),
+        ("recipe: fp9", "turbo.yaml: recipe: 'fp9': use one of bf16"),
+        ("recipe: bf16\nconvert_small: 'no'", "convert_small: 'no' is no true or false"),
+        ("recipe: bf16\n1: 2", "1: use recipe"),
     ],
 )
 def test_bad_settings_are_refused(text: str, message: str, tmp_path: Path) -> None:

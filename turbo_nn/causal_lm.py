@@ -68,8 +68,8 @@ class CausalLM(nn.Module):
                 output = original(self, *args, **inputs)
             finally:
                 self.fusing, self.config = False, config
-            output.logits = None  # hidden states until here
-            return output
+            # without its logits, which are hidden states: neither a name, a key nor a place gives them
+            return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
         def loss(self: Any) -> Any:
             return self.fused_loss if self.fusing else loss_function.fget(self)
@@ -105,6 +105,8 @@ class CausalLM(nn.Module):
         if shift_labels is None:  # a token predicts the next one
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = self._modules["lm_head"]
+        if not torch.is_autocast_enabled(logits.device.type):  # some models make their logits fp32
+            logits = logits.to(head.weight.dtype)
         return turbo_ops.linear_cross_entropy(
             logits,
             head.weight,

@@ -4,9 +4,10 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 import turbo_ops
-from turbo_nn.linear import Linear, is_plain
+from turbo_nn.linear import Linear, has_hooks, is_plain
 from turbo_nn.recipes import RecipeLike
 from turbo_nn.rule import Probe, Rule, Twin, draw, parameters_of_forward, plain_linear, twin_class
 from turbo_ops import Recipe
@@ -52,6 +53,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_name, up_name, down_name = self.layout
+        others = (child for name, child in self._modules.items() if name not in self.layout and child)
+        if any(map(has_hooks, others)):  # of the activation, which is not called here
+            return super().forward(x)
         inward = [getattr(self, name) for name in (gate_name, up_name) if name]
         gate, up = inward[0](x), inward[1](x) if up_name else None
         if self.up_first:
@@ -79,6 +83,11 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
     learning = [name for name, child in others.items() if any(True for _ in child.parameters())]
     if learning:
         return f"it has a layer {learning[0]} besides"
+    for name, child in others.items():
+        if any(isinstance(part, _DropoutNd) for part in child.modules()):
+            return f"it drops out in {name}"
+        if has_hooks(child):
+            return f"its {name} has hooks"
     inputs = parameters_of_forward(module)
     return None if len(inputs) == 1 else f"its forward takes {', '.join(inputs)}"
 

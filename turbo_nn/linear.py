@@ -20,15 +20,18 @@ from turbo_ops.arch import DTYPES, arch
 SMALLEST = dict.fromkeys(("sm90", "gfx942", "gfx950"), 4096 * 4096)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook sees what the module takes or returns, forward or backward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
+
+
 def is_plain(layer: object) -> bool:
     """Whether calling the layer is a product and nothing more: no hook sees it, no other code runs."""
     if not isinstance(layer, nn.Linear) or type(layer).forward not in (nn.Linear.forward, Linear.forward):
         return False
-    hooks = (
-        getattr(layer, name) for name in vars(layer) if name.endswith("_hooks") and "state_dict" not in name
-    )
     everywhere = _module._global_forward_hooks, _module._global_forward_pre_hooks
-    return "forward" not in vars(layer) and not any(hooks) and not any(everywhere)
+    return "forward" not in vars(layer) and not has_hooks(layer) and not any(everywhere)
 
 
 class Linear(nn.Linear):

@@ -45,12 +45,24 @@ def rotate_pairs_by_halves(
     return rotate_pairs(q, k, cos, sin, unsqueeze_dim)
 
 
+def where_it_fits(rotation: Any, original: Any) -> Any:
+    """The rotation for angles [B or 1, S, R] that need no gradient, and the model's own for any others."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        fits = q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
+        if fits and unsqueeze_dim in (1, 2) and not (cos.requires_grad or sin.requires_grad):
+            return rotation(q, k, cos, sin, unsqueeze_dim)
+        return original(q, k, cos, sin, *(() if unsqueeze_dim == 1 else (unsqueeze_dim,)))
+
+    return rotate
+
+
 def with_rotation(function: Any, rotation: Any) -> Any:
     """A copy of the function, and of what decorates it, that calls `rotation`."""
     code, cells, inner = function.__code__, function.__closure__, getattr(function, "__wrapped__", None)
     if inner is None:
         name = f"turbo_nn_{rotation.__name__}"
-        function.__globals__[name] = rotation
+        function.__globals__[name] = where_it_fits(rotation, function.__globals__[NAME])
         code = code.replace(co_names=tuple(name if n == NAME else n for n in code.co_names))
     else:
         decorated = with_rotation(inner, rotation)
@@ -109,7 +121,8 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
             return "its forward's decorator does not show what it calls"
         layer = layer.__wrapped__
     inputs = list(inspect.signature(rotation_of(type(module))).parameters)
-    return None if inputs[:4] == ["q", "k", "cos", "sin"] else f"its {NAME} takes {', '.join(inputs)}"
+    known = inputs in (["q", "k", "cos", "sin"], ["q", "k", "cos", "sin", "unsqueeze_dim"])
+    return None if known else f"its {NAME} takes {', '.join(inputs)}"
 
 
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:

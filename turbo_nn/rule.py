@@ -118,8 +118,14 @@ def kind(module: nn.Module) -> tuple:
         type(module),
         *parameters,
         *((name, value if isinstance(value, plain) else id(value)) for name, value in config.items()),
-        *((name, type(child)) for name, child in module._modules.items()),
+        *((name, *_plain_state(child)) for name, child in module.named_modules() if child is not module),
     )
+
+
+def _plain_state(module: nn.Module) -> tuple:
+    """The type and the plain attributes: two activations of one class may differ in them."""
+    plain = (bool, int, float, str, torch.dtype)
+    return type(module), *((n, v) for n, v in vars(module).items() if n not in BARE and isinstance(v, plain))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from turbo_nn.causal_lm import CausalLM
 from turbo_nn.patch import patch
 from turbo_nn.recipe_state import RecipeState, load_recipe_state, recipe_state
-from turbo_nn.recipes import RecipeLike, read_yaml
+from turbo_nn.recipes import RECIPES, RecipeLike, read_yaml
 from turbo_nn.report import Report
 
 STATE = "turbo_nn.pt"  # in a checkpoint's folder: amax histories
@@ -94,9 +94,16 @@ def read_settings(config: str | os.PathLike) -> dict[str, Any]:
         data = data.get("fp8_config")
     if not isinstance(data, dict):
         raise ValueError(f"{config}: must map {', '.join(SETTINGS)}, in accelerate's file under fp8_config")
-    unknown = [key for key in data if key not in SETTINGS]
+    unknown = [str(key) for key in data if key not in SETTINGS]
     if unknown:
         raise ValueError(f"{config}: {', '.join(unknown)}: use {', '.join(SETTINGS)}")
     if ("recipe" in data) == ("policy" in data):
         raise ValueError(f"{config}: give either recipe or policy")
+    for key, kind in (("recipe", str), ("convert_small", bool), ("strict", bool)):
+        if key in data and (not isinstance(data[key], kind) or data[key] == ""):
+            raise ValueError(
+                f"{config}: {key}: {data[key]!r} is no {'name' if kind is str else 'true or false'}"
+            )
+    if data.get("recipe", "bf16") not in RECIPES:
+        raise ValueError(f"{config}: recipe: {data['recipe']!r}: use one of {', '.join(RECIPES)}")
     return data

@@ -63,6 +63,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         refuse_second_derivative("linear_cross_entropy")
         if ctx.call.reduction != "none":
             grads, factor = ctx.grads, grad / ctx.divisor
+            factor = torch.where(
+                ctx.divisor == 0, torch.zeros_like(factor), factor
+            )  # nothing counts: as torch
             if grads is None:
                 raise RuntimeError("linear_cross_entropy: a second backward needs retain_graph in the first")
             kept = not torch.compiler.is_compiling() and keeps_graph()
@@ -171,7 +174,7 @@ def _cast_gradient(
 
 
 def _problem(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> str | None:
-    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1] or not len(weight):
         return f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [..., D] and [V, D]"
     if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
         given = f"labels {tuple(labels.shape)} of {labels.dtype}"
@@ -191,6 +194,8 @@ def _option_problem(
     recipe: Recipe, reduction: str, divisor: object, *, smoothing: float, softcap: float, chunk: int | None,
     accumulate: torch.dtype | None,
 ) -> str | None:  # fmt: skip
+    if not isinstance(recipe, Recipe):
+        return f"recipe={recipe!r}: give a Recipe, turbo_nn.RECIPES[name] say"
     if reduction not in REDUCTIONS:
         return f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}"
     if divisor is not None and reduction != "mean":
@@ -229,7 +234,8 @@ def linear_cross_entropy(
     number under "mean" (tokens of all micro-batches and ranks). label_smoothing, z_loss, softcap: see
     `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits, 2^28 with casts).
     accumulate: dtype of the sum of the chunks' shares of weight's gradient (None: bf16 weight's own up to 8
-    chunks, else fp32). All labels ignored: NaN under "mean", as in torch. ValueError where shapes, dtypes or
+    chunks, else fp32). All labels ignored: NaN under "mean" with
+    gradients of 0, as in torch. ValueError where shapes, dtypes or
     options do not fit.
     """
     recipe, dtype = recipe or HIGH_PRECISION, hidden.dtype

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 SHAPES = {"test": [(1, 1), (0, 8), (7, 8), (33, 60), (64, 128)], "bench": [(8192, 128), (32768, 256)]}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Options = tuple[int, str, int, int, bool, float, bool]  # k, score, groups, group_k, normalize, scale, a bias
 OPTIONS: dict[str, Options] = {
     "mixtral": (2, "softmax", 1, 1, True, 1.0, False),
