@@ -43,7 +43,7 @@ def is_fp16_twin(source) -> bool:
 
 
 def kind_of(source) -> tuple:
-    """Sources that differ in what is a multiple of 16 alone: all compile for gfx942, one of them elsewhere."""
+    """Sources that differ in what is a multiple of 16 alone: gfx942 compiles all, the others one."""
     pointers = tuple((name, kind) for name, kind, _ in source.types if kind.startswith("*"))
     constants = tuple((name, value) for name, value in source.constants if name.isupper())
     return source.target, source.name, pointers, constants, source.options

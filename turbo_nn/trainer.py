@@ -101,9 +101,8 @@ def read_settings(config: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"{config}: give either recipe or policy")
     for key, kind in (("recipe", str), ("convert_small", bool), ("strict", bool)):
         if key in data and (not isinstance(data[key], kind) or data[key] == ""):
-            raise ValueError(
-                f"{config}: {key}: {data[key]!r} is no {'name' if kind is str else 'true or false'}"
-            )
+            wanted = "name" if kind is str else "true or false"
+            raise ValueError(f"{config}: {key}: {data[key]!r} is no {wanted}")
     if data.get("recipe", "bf16") not in RECIPES:
         raise ValueError(f"{config}: recipe: {data['recipe']!r}: use one of {', '.join(RECIPES)}")
     return data

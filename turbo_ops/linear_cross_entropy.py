@@ -62,10 +62,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_cross_entropy")
         if ctx.call.reduction != "none":
-            grads, factor = ctx.grads, grad / ctx.divisor
-            factor = torch.where(
-                ctx.divisor == 0, torch.zeros_like(factor), factor
-            )  # nothing counts: as torch
+            # where nothing counts, the loss is NaN and its gradients are 0, as torch's
+            grads, factor = ctx.grads, torch.where(ctx.divisor == 0, 0.0, grad / ctx.divisor)
             if grads is None:
                 raise RuntimeError("linear_cross_entropy: a second backward needs retain_graph in the first")
             kept = not torch.compiler.is_compiling() and keeps_graph()
