@@ -55,3 +55,12 @@ def test_hooks_of_the_activation_are_called() -> None:
     model[1].act_fn.register_forward_hook(hook)
     model(x)
     assert seen == [(2, 16)] * 2
+
+
+def test_an_activation_of_another_kind_is_the_models_own() -> None:
+    model, x = nn.Sequential(MLP(nn.SiLU())), torch.randn(2, 8)
+    assert reasons(model) == [None]
+    model[0].act_fn = nn.ReLU()
+    y = model(x)
+    turbo_nn.unpatch(model)
+    torch.testing.assert_close(y, model(x))

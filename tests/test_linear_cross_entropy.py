@@ -150,6 +150,14 @@ def test_a_second_backward_needs_a_kept_graph(device: torch.device) -> None:
         ({"bias": torch.zeros(3)}, r"bias \(3,\) must be \(50,\)"),
         ({"reduction": "max"}, "reduction='max': use one of mean, sum, none"),
         ({"reduction": "sum", "divisor": 3.0}, "divisor=3.0 with reduction='sum'"),
+        ({"divisor": -1}, "divisor=-1: give a positive number"),
+        ({"divisor": [6]}, r"divisor=\[6\]: give a positive number"),
+        ({"divisor": torch.ones(2)}, r"divisor \(2,\), requires_grad=False: give one number"),
+        ({"softcap": float("nan")}, "softcap=nan: use a finite number"),
+        ({"softcap": None}, "softcap=None: use a finite number"),
+        ({"z_loss": -1.0}, "z_loss=-1.0: use a finite number"),
+        ({"chunk": 2.5}, "chunk=2.5: use a whole number"),
+        ({"ignore_index": None}, "ignore_index=None: use a whole number"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"chunk": 0}, "chunk=0"),
         ({"recipe": "fp8_blockwise"}, "recipe='fp8_blockwise': give a Recipe"),
@@ -163,6 +171,26 @@ def test_bad_input_is_named(change: dict, says: str) -> None:
     given = {"hidden": torch.zeros(T, D), "weight": torch.zeros(V, D), "labels": torch.zeros(T).long()}
     with pytest.raises(ValueError, match=says):
         linear_cross_entropy(**given | change)
+
+
+def test_bad_options_of_the_module_are_named_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"label_smoothing=1.5: use a number from 0 to below 1"):
+        turbo_nn.LinearCrossEntropy(D, V, label_smoothing=1.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"logits": torch.zeros(3)}, r"logits must be \[T, V\]"),
+        ({"labels": torch.zeros(2).long()}, r"labels must be \(3,\) of torch.int64, are \(2,\)"),
+        ({"row_scale": torch.ones(3).double()}, r"row_scale must be \(3,\) of fp32"),
+        ({"softcap": -1.0}, "softcap=-1.0: use a finite number"),
+    ],
+)
+def test_bad_input_of_the_rows_is_named(change: dict, says: str) -> None:
+    given = {"logits": torch.zeros(3, 5), "labels": torch.zeros(3).long()}
+    with pytest.raises(ValueError, match=says):
+        turbo_ops.cross_entropy_(**given | change)
 
 
 def test_a_label_that_is_no_class_is_nan(device: torch.device) -> None:

@@ -212,6 +212,8 @@ def test_swiglu_refuses_bad_input(device) -> None:
         turbo_ops.swiglu(x[:, :3])
     with pytest.raises(ValueError, match=r"probs \(3, 1\) torch.float32: give \(3,\) of fp32"):
         turbo_ops.swiglu(x, x, probs=x[:, :1])
+    with pytest.raises(ValueError, match="consume=True with gate and up in the same memory"):
+        turbo_ops.swiglu(x, x, consume=True)
 
 
 SECOND = {

@@ -181,6 +181,25 @@ def test_the_variant_of_a_norm_is_found(cls: type, verify: bool, device: torch.d
         turbo_nn.unpatch(module)
 
 
+class WeightlessRMSNorm(nn.Module):
+    """As Llama 4 has it on queries and keys: of any width."""
+
+    variance_epsilon = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_weight(dtype: torch.dtype, device: torch.device) -> None:
+    module, x = WeightlessRMSNorm(), torch.randn(3, 2, 40, device=device).to(dtype)
+    expected = module(x)
+    assert reasons(nn.Sequential(module)) == {"0": None}
+    assert isinstance(module, turbo_nn.RMSNorm)
+    assert "eps=1e-06" in repr(module)
+    torch.testing.assert_close(module(x), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_torch(dtype: torch.dtype, device: torch.device) -> None:
     for options in ({"eps": 1e-6}, {}, {"eps": 1e-6, "elementwise_affine": False}):

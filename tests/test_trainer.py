@@ -171,3 +171,21 @@ def test_bad_settings_are_refused(text: str, message: str, tmp_path: Path) -> No
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_settings(path)
+
+
+def test_an_unpatched_model_is_patched_when_it_trains_again(
+    tmp_path: Path, device: torch.device, data: list
+) -> None:
+    model = build("llama", device)
+    callback = turbo_nn.TurboCallback("fp8_rowwise")
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=data, callbacks=[callback])
+    turbo_nn.unpatch(model)
+    trainer.train()
+    assert isinstance(model, turbo_nn.CausalLM)
+
+
+def test_the_callbacks_arguments_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="fp9"):
+        turbo_nn.TurboCallback("fp9")
+    with pytest.raises(TypeError, match="sikp"):
+        turbo_nn.TurboCallback("bf16", sikp="*")

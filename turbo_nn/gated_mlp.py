@@ -30,6 +30,7 @@ class GatedMLP(nn.Module):
     layout: tuple[str, str | None, str] = LAYOUTS[0]
     activation = "silu"
     up_first = False  # of a fused gate_up
+    others: dict[str, type] = {}  # noqa: RUF012 - of a model's MLP, what it holds besides: its activation
 
     def __init__(
         self,
@@ -53,9 +54,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_name, up_name, down_name = self.layout
-        others = (child for name, child in self._modules.items() if name not in self.layout and child)
-        if any(map(has_hooks, others)):  # of the activation, which is not called here
-            return super().forward(x)
+        for name, cls in self.others.items():  # the activation, which is not called here
+            other = self._modules.get(name)
+            if other is None or type(other) is not cls or has_hooks(other):  # another one since, or watched
+                return super().forward(x)
         inward = [getattr(self, name) for name in (gate_name, up_name) if name]
         gate, up = inward[0](x), inward[1](x) if up_name else None
         if self.up_first:
@@ -95,10 +97,11 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
     layout = _layout(module)
     orders = (False, True) if layout and layout[1] is None else (False,)
+    others = {name: type(child) for name, child in module.named_children() if name not in (layout or ())}
     return [
         Twin(
             twin_class(GatedMLP, type(module)),  # type: ignore[arg-type]
-            {"layout": layout, "activation": activation, "up_first": up_first},
+            {"layout": layout, "activation": activation, "up_first": up_first, "others": others},
         )
         for activation in turbo_ops.ACTIVATIONS
         for up_first in orders

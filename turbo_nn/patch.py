@@ -97,6 +97,11 @@ def unpatch(model: nn.Module) -> int:
     return len(patched)
 
 
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch` changed a module of `model`, and `unpatch` did not change it back."""
+    return any(ORIGINAL in vars(module) for module in model.modules())
+
+
 def _forward_is_overridden(module: nn.Module) -> bool:
     """Not by its own class's, bound, or what that wraps: accelerate leaves either behind when it unwraps."""
     forward: Any = vars(module).get("forward")

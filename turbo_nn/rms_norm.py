@@ -1,6 +1,6 @@
 """`torch.nn.RMSNorm`, also for the RMSNorm classes that models define for themselves, and its rule."""
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ class RMSNorm(nn.RMSNorm):
         return f"{super().extra_repr()}, offset={self.offset}, round_first={self.round_first}"
 
 
+def _width(module: nn.Module) -> int:
+    weight = module._parameters.get("weight")
+    return (weight.shape if weight is not None else getattr(module, "normalized_shape", None) or (64,))[0]
+
+
 def _eps(module: nn.Module) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
@@ -62,11 +67,11 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
         return "is a turbo_nn.RMSNorm already"
     plain = type(module).forward is nn.RMSNorm.forward
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] and not (plain and not names):
-        return f"its parameters are {', '.join(names) or 'none'}, not one weight"
+    if names not in (["weight"], []):
+        return f"its parameters are {', '.join(names)}, not one weight"
     if any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return "it holds buffers or modules of its own"
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")
     if (weight is not None and weight.ndim != 1) or (plain and len(module.normalized_shape) != 1):  # type: ignore[arg-type]
         return "it normalises more than the last dimension"
     if weight is not None and weight.dtype not in DTYPES:
@@ -80,11 +85,12 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
     if type(module).forward is nn.RMSNorm.forward:
         return [Twin(RMSNorm, {"offset": 0.0, "round_first": False})]
-    attributes = {
-        "normalized_shape": tuple(module.weight.shape),  # type: ignore[arg-type]
-        "eps": _eps(module),
-        "elementwise_affine": True,
-    }
+    weight = module._parameters.get("weight")
+    attributes: dict[str, Any] = {"eps": _eps(module), "elementwise_affine": weight is not None}
+    if weight is None:  # it takes any width
+        nothing = {"normalized_shape": (), "weight": None, "offset": 0.0, "round_first": False}
+        return [Twin(RMSNorm, attributes | nothing)]
+    attributes["normalized_shape"] = tuple(weight.shape)
     return [
         Twin(RMSNorm, attributes | {"offset": offset, "round_first": round_first})
         for offset, round_first in VARIANTS.values()
@@ -97,21 +103,21 @@ def _probe(module: nn.Module) -> list[Probe]:
     Rounding in another order changes 1 result in 4, summing in another order fewer than 1 in 1000. A quarter
     of the rows are 1000 times smaller, so that eps counts.
     """
-    weight = module._parameters["weight"]
-    width = cast(nn.RMSNorm, module).normalized_shape[0] if weight is None else weight.shape[0]
+    width = _width(module)
     x, gain = draw((4, max(1, 4096 // max(width, 1)), width), (width,))
     x[0] *= 1e-3
     fp32, bf16 = torch.float32, torch.bfloat16
+    weightless = module._parameters.get("weight") is None
     return [
-        Probe({} if weight is None else {"weight": gain.to(of_weight)}, x.to(of_x), differing=0.01)
+        Probe({} if weightless else {"weight": gain.to(of_weight)}, x.to(of_x), differing=0.01)
         for of_x, of_weight in ((fp32, fp32), (bf16, bf16), (bf16, fp32))
     ]
 
 
 def _backend(module: nn.Module, twin: Twin) -> str | None:
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")
     if weight is None:
-        weight = nn.Parameter(torch.empty(cast(nn.RMSNorm, module).normalized_shape, device="meta"))
+        weight = nn.Parameter(torch.empty(_width(module), device="meta"))
     return turbo_ops.rms_norm_backend(weight)
 
 

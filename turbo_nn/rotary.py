@@ -112,6 +112,13 @@ def rotation_of(cls: type) -> Any:
     return forward.__globals__.get(NAME) if NAME in names else None
 
 
+def as_written(rotation: Any) -> Any:
+    """The function of the model's file: the `kernels` package makes a module of it that takes anything."""
+    cells = type(rotation).forward.__closure__ or () if isinstance(rotation, nn.Module) else ()
+    inside = [cell.cell_contents for cell in cells if cell.cell_contents is not rotation]
+    return next((found for found in inside if isinstance(found, FunctionType)), rotation)
+
+
 def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
     if isinstance(module, RotaryAttention):
         return "rotates by turbo_ops.rope already"
@@ -120,7 +127,7 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
         if not any(holds(cell, layer.__wrapped__) for cell in getattr(layer, "__closure__", None) or ()):
             return "its forward's decorator does not show what it calls"
         layer = layer.__wrapped__
-    inputs = list(inspect.signature(rotation_of(type(module))).parameters)
+    inputs = list(inspect.signature(as_written(rotation_of(type(module)))).parameters)
     known = inputs in (["q", "k", "cos", "sin"], ["q", "k", "cos", "sin", "unsqueeze_dim"])
     return None if known else f"its {NAME} takes {', '.join(inputs)}"
 

@@ -1,5 +1,6 @@
 """Patching inside of training loops that others wrote: transformers' Trainer, and accelerate by its YAML."""
 
+import inspect
 import os
 import warnings
 from pathlib import Path
@@ -10,9 +11,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from turbo_nn.causal_lm import CausalLM
-from turbo_nn.patch import patch
+from turbo_nn.patch import is_patched, patch
 from turbo_nn.recipe_state import RecipeState, load_recipe_state, recipe_state
-from turbo_nn.recipes import RECIPES, RecipeLike, read_yaml
+from turbo_nn.recipes import RECIPES, RecipeLike, as_policy, read_yaml
 from turbo_nn.report import Report
 
 STATE = "turbo_nn.pt"  # in a checkpoint's folder: amax histories
@@ -24,14 +25,17 @@ class TurboCallback(TrainerCallback):
 
     The model is patched when the trainer is made, and one of `model_init` when training begins; `report` says
     what was done. Amax histories of delayed scaling go into each checkpoint's folder and come back from it.
-    recipe and options: of `patch`. keeps_logits: whether the model makes logits in training, which its loss
-    does not need; None: where TRL's trainers read them. The trainer moves a model that it shards (FSDP,
-    DeepSpeed) later: it is patched where it is, and on a CPU size leaves no layer out.
+    recipe and options: of `patch`; ValueError or TypeError where they are none. keeps_logits: whether the
+    model makes logits in training, which its loss does not need; None: where TRL's trainers read them. The
+    trainer moves a model that it shards (FSDP, DeepSpeed) later: it is patched where it is, and on a CPU size
+    leaves no layer out.
     """
 
     report: Report | None = None
 
     def __init__(self, recipe: RecipeLike, *, keeps_logits: bool | None = None, **options: Any):
+        as_policy(recipe)  # what is wrong is said here, not when a trainer is made
+        inspect.signature(patch).bind(None, recipe, **options)
         self.recipe, self.options, self.keeps_logits = recipe, options, keeps_logits
         self.patched: nn.Module | None = None
 
@@ -39,7 +43,7 @@ class TurboCallback(TrainerCallback):
         self._patch(args, state, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if self.patched is not model:
+        if not is_patched(model) or self.patched is not model:
             self._patch(args, state, model)
         if state.global_step and recipe_state(model):
             path = _checkpoint(args, state) / STATE

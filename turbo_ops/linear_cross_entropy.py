@@ -5,6 +5,7 @@ forward: a loss that is one number needs only its factor later. With reduction "
 and differ, so backward makes the logits again. As in Liger (arXiv 2410.10989).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from turbo_ops import casting
 from turbo_ops.arch import DTYPES, arch
 from turbo_ops.casting import HIGH_PRECISION, Recipe, Scaled
-from turbo_ops.cross_entropy import cross_entropy, cross_entropy_
+from turbo_ops.cross_entropy import cross_entropy, cross_entropy_, option_problem
 from turbo_ops.dispatch import keeps_graph, refuse_second_derivative
 from turbo_ops.gemm import gemm_accumulate_, matmul
 from turbo_ops.quantize import cast, cast_arguments, cast_both, quantize_both_cross_entropy
@@ -80,7 +81,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 def _divisor(call: Call) -> Tensor:
     """What the sum of the losses is divided by, fp32, on the labels' device."""
     if call.divisor is not None:
-        return torch.as_tensor(call.divisor, dtype=torch.float32, device=call.labels.device)
+        return torch.as_tensor(call.divisor, dtype=torch.float32, device=call.labels.device).reshape(())
     if call.reduction == "sum":
         return torch.ones((), device=call.labels.device)
     return (call.labels != call.options[0]).sum().float()  # 0 where all are ignored: NaN, as in torch
@@ -189,18 +190,22 @@ def _problem(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
 
 
 def _option_problem(
-    recipe: Recipe, reduction: str, divisor: object, *, smoothing: float, softcap: float, chunk: int | None,
-    accumulate: torch.dtype | None,
-) -> str | None:  # fmt: skip
+    recipe: Recipe, reduction: str, divisor: object, chunk: int | None, accumulate: torch.dtype | None
+) -> str | None:
     if not isinstance(recipe, Recipe):
         return f"recipe={recipe!r}: give a Recipe, turbo_nn.RECIPES[name] say"
     if reduction not in REDUCTIONS:
         return f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}"
     if divisor is not None and reduction != "mean":
         return f"divisor={divisor} with reduction={reduction!r}: use 'mean'"
-    if not 0 <= smoothing < 1 or softcap < 0 or (chunk is not None and chunk < 1):
-        given = f"label_smoothing={smoothing}, softcap={softcap}, chunk={chunk}"
-        return f"{given}: use 0 <= label_smoothing < 1, softcap >= 0, chunk >= 1"
+    if isinstance(divisor, Tensor):  # its value is the device's: not waited for
+        if divisor.numel() != 1 or divisor.requires_grad:
+            given = f"{tuple(divisor.shape)}, requires_grad={divisor.requires_grad}"
+            return f"divisor {given}: give one number, without a gradient"
+    elif divisor is not None and not (isinstance(divisor, int | float) and 0 < divisor < math.inf):
+        return f"divisor={divisor!r}: give a positive number, of tokens say"
+    if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
+        return f"chunk={chunk!r}: use a whole number of tokens, 1 or more"
     if accumulate not in (None, torch.float32, torch.bfloat16):
         return f"accumulate={accumulate}: use torch.float32 or torch.bfloat16"
     if recipe.history:
@@ -232,15 +237,15 @@ def linear_cross_entropy(
     number under "mean" (tokens of all micro-batches and ranks). label_smoothing, z_loss, softcap: see
     `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits, 2^28 with casts).
     accumulate: dtype of the sum of the chunks' shares of weight's gradient (None: bf16 weight's own up to 8
-    chunks, else fp32). All labels ignored: NaN under "mean" with
-    gradients of 0, as in torch. ValueError where shapes, dtypes or
-    options do not fit.
+    chunks, else fp32). All labels ignored: NaN under "mean"
+    with gradients of 0, as in torch. ValueError where shapes, dtypes or options do not fit.
     """
     recipe, dtype = recipe or HIGH_PRECISION, hidden.dtype
-    problem = _problem(hidden, weight, labels, bias) or _option_problem(
-        recipe, reduction, divisor, smoothing=label_smoothing, softcap=softcap, chunk=chunk,
-        accumulate=accumulate,
-    )  # fmt: skip
+    problem = (
+        _problem(hidden, weight, labels, bias)
+        or _option_problem(recipe, reduction, divisor, chunk, accumulate)
+        or option_problem(ignore_index, label_smoothing, z_loss, softcap)
+    )
     if problem:
         raise ValueError(f"linear_cross_entropy: {problem}")
     if torch.is_autocast_enabled(hidden.device.type):

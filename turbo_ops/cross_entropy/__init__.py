@@ -1,3 +1,3 @@
-from turbo_ops.cross_entropy.op import cross_entropy, cross_entropy_
+from turbo_ops.cross_entropy.op import cross_entropy, cross_entropy_, option_problem
 
-__all__ = ["cross_entropy", "cross_entropy_"]
+__all__ = ["cross_entropy", "cross_entropy_", "option_problem"]

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from turbo_ops.arch import DTYPES
-from turbo_ops.cross_entropy.op import cross_entropy, cross_entropy_
+from turbo_ops.cross_entropy.op import cross_entropy, cross_entropy_, entropy_problem, option_problem
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 
@@ -24,13 +23,15 @@ def refuses(
     z_loss: float,
     softcap: float,
 ) -> str | None:
-    if logits.ndim != 2 or logits.dtype not in DTYPES or (logits.numel() and logits.stride(1) != 1):
-        given = f"{tuple(logits.shape)} of {logits.dtype}, strides {logits.stride()}"
-        return f"logits must be [T, V] of fp32, bf16 or fp16 with contiguous rows, are {given}"
-    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64 or not labels.is_contiguous():
-        return f"labels must be [T] int64, contiguous, are {tuple(labels.shape)} of {labels.dtype}"
-    if row_scale is not None and not (row_scale.dtype == torch.float32 and row_scale.is_contiguous()):
-        return f"row_scale must be [T] fp32, contiguous, is {row_scale.dtype}, strides {row_scale.stride()}"
+    problem = entropy_problem(logits, labels, row_scale)
+    problem = problem or option_problem(ignore_index, label_smoothing, z_loss, softcap)
+    if problem:
+        return problem
+    if logits.numel() and logits.stride(1) != 1:
+        return f"logits must have contiguous rows, have strides {logits.stride()}"
+    for name, given in (("labels", labels), ("row_scale", row_scale)):
+        if given is not None and not given.is_contiguous():
+            return f"{name} must be contiguous, has strides {given.stride()}"
     return refuses_device(logits)
 
 

@@ -74,7 +74,8 @@ def rope(
         given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(NAMES, (q, k, cos, sin), strict=True))
         raise ValueError(f"rope: {given}: give [B, H, S, D] twice and [B or 1, S, R], R even and at most D")
     if q.dtype != k.dtype or not {q.dtype, cos.dtype, sin.dtype} <= set(DTYPES):
-        raise ValueError(f"rope: q is {q.dtype}, k {k.dtype}, cos {cos.dtype}: give fp32, bf16 or fp16")
+        given = ", ".join(f"{name} {t.dtype}" for name, t in zip(NAMES, (q, k, cos, sin), strict=True))
+        raise ValueError(f"rope: {given}: give fp32, bf16 or fp16, and q and k of one dtype")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("rope: cos and sin get no gradient here: detach them")
     return RopeFunction.apply(q, k, cos, sin, interleaved)

@@ -131,7 +131,9 @@ def swiglu_backend(device: torch.device, dtype: torch.dtype) -> str:
         return f"swiglu:{swiglu_fwd.choose(gate, gate, ACTIVATIONS[0], None).name}"
 
 
-def _problem(gate: Tensor, up: Tensor | None, activation: str, probs: Tensor | None) -> str | None:
+def _problem(
+    gate: Tensor, up: Tensor | None, activation: str, probs: Tensor | None, consume: bool
+) -> str | None:
     given = f"gate {tuple(gate.shape)} {gate.dtype}"
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
         return f"{given} without up: give [..., 2 * D], both side by side"
@@ -141,6 +143,8 @@ def _problem(gate: Tensor, up: Tensor | None, activation: str, probs: Tensor | N
         return f"gate is {gate.dtype}: give fp32, bf16 or fp16"
     if activation not in ACTIVATIONS:
         return f"activation={activation!r}: use one of {', '.join(ACTIVATIONS)}"
+    if consume and up is not None and gate.data_ptr() == up.data_ptr() and gate.numel():
+        return "consume=True with gate and up in the same memory: their gradients would be, too"
     if probs is not None and (probs.shape != gate.shape[:-1] or probs.dtype not in DTYPES):
         given = f"probs {tuple(probs.shape)} {probs.dtype}"
         return f"{given}: give {tuple(gate.shape[:-1])} of fp32, bf16 or fp16, one a token"
@@ -164,7 +168,8 @@ def swiglu(
     cast: takes gate and up [T, D] in place of the result, which is NaN then (`gated_linear`).
     ValueError where shapes or dtypes differ, or for an activation that is none of `ACTIVATIONS`.
     """
-    problem = _problem(gate, up, activation, probs)
+    compiling = torch.compiler.is_compiling()
+    problem = _problem(gate, up, activation, probs, consume and not compiling)
     if problem:
         raise ValueError(f"swiglu: {problem}")
     shape = (*gate.shape[:-1], gate.shape[-1] // (1 if up is not None else 2))
@@ -172,7 +177,6 @@ def swiglu(
         rows = gate.shape[:-1].numel(), gate.shape[-1]
         gate, up = gate.reshape(rows), None if up is None else up.reshape(rows)
         probs = None if probs is None else probs.reshape(-1)
-    compiling = torch.compiler.is_compiling()
     kinds = None if compiling else tuple(None if t is None else kind_of(t) for t in (gate, up, probs))
     run = directly if compiling else runner((kinds, activation))
     y = SwigluFunction.apply(gate, up, probs, Call(activation, consume, run, cast))
