@@ -29,6 +29,8 @@ GATES = {
     "delayed_cast_kernel": Gate(),
     "dequantize_kernel": Gate(),
     "gemm_kernel": Gate(operand="a"),
+    "grouped_gemm_kernel": Gate(operand="a"),
+    "grouped_wgrad_kernel": Gate(operand="a"),
     "row_cast_kernel": Gate(),
     "gated_block_cast_kernel": Gate(),
     "gated_delayed_cast_kernel": Gate(),

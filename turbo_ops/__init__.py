@@ -6,6 +6,7 @@ from turbo_ops.delayed import new_history, reduce_amax_over, restore_history, tr
 from turbo_ops.dispatch import UnsupportedError, explain, force, reset
 from turbo_ops.gated_linear import gated_input
 from turbo_ops.gemm import gemm, gemm_accumulate_
+from turbo_ops.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, grouped_linear
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.linear_cross_entropy import linear_cross_entropy
 from turbo_ops.moe_permute import Permutation, moe_permute, moe_unpermute
@@ -37,6 +38,9 @@ __all__ = [
     "gated_input",
     "gemm",
     "gemm_accumulate_",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "grouped_linear",
     "linear",
     "linear_backends",
     "linear_cross_entropy",

@@ -53,6 +53,7 @@ class Op:
         order: tuple[str, ...],
         mutates: tuple[str, ...],
         prefers: Callable[..., str | None] = lambda *args: None,
+        fake: Callable | None = None,
     ):
         self.name = reference.__name__
         self.family = reference.__module__.split(".")[-2]
@@ -71,7 +72,7 @@ class Op:
         # what torch.library.custom_op does, less 7 of its 10 us a call
         LIBRARY.define(self.name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(self.name, self._run_completed, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"turbo_ops::{self.name}", reference, lib=LIBRARY)
+        torch.library.register_fake(f"turbo_ops::{self.name}", fake or reference, lib=LIBRARY)
         self.torch_op = getattr(torch.ops.turbo_ops, self.name).default
         REGISTRY[self.name] = self
 
@@ -223,13 +224,17 @@ def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def op(
-    *order: str, mutates: tuple[str, ...] = (), prefers: Callable[..., str | None] = lambda *args: None
+    *order: str,
+    mutates: tuple[str, ...] = (),
+    prefers: Callable[..., str | None] = lambda *args: None,
+    fake: Callable | None = None,
 ) -> Callable[[Callable], Op]:
     """`@op("native", "triton")` makes a plain-torch function the contract of an op; best backend first.
 
     prefers(*args): the backend that is better than the first in `order` for these arguments, or None.
+    fake: the shapes of a reference that depends on its tensors' values.
     """
-    return lambda reference: Op(reference, order, mutates, prefers)
+    return lambda reference: Op(reference, order, mutates, prefers, fake)
 
 
 def refuse_second_derivative(name: str) -> None:
