@@ -64,3 +64,11 @@ def test_an_activation_of_another_kind_is_the_models_own() -> None:
     y = model(x)
     turbo_nn.unpatch(model)
     torch.testing.assert_close(y, model(x))
+
+
+def test_shapes_alone_go_through() -> None:
+    """On the meta device and under fake tensors, where no tensor has memory."""
+    x = torch.empty(2, 8, device="meta", requires_grad=True)
+    assert turbo_nn.GatedMLP(8, 16, device="meta")(x).shape == (2, 8)
+    with FakeTensorMode():
+        assert turbo_nn.GatedMLP(8, 16)(torch.empty(2, 8, requires_grad=True)).shape == (2, 8)

@@ -30,7 +30,7 @@ class GatedMLP(nn.Module):
     layout: tuple[str, str | None, str] = LAYOUTS[0]
     activation = "silu"
     up_first = False  # of a fused gate_up
-    others: dict[str, type] = {}  # noqa: RUF012 - of a model's MLP, what it holds besides: its activation
+    others: tuple[tuple[str, type], ...] = ()  # of a model's MLP, what it holds besides: its activation
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_name, up_name, down_name = self.layout
-        for name, cls in self.others.items():  # the activation, which is not called here
+        for name, cls in self.others:  # the activation, which is not called here
             other = self._modules.get(name)
             if other is None or type(other) is not cls or has_hooks(other):  # another one since, or watched
                 return super().forward(x)
@@ -97,7 +97,8 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
     layout = _layout(module)
     orders = (False, True) if layout and layout[1] is None else (False,)
-    others = {name: type(child) for name, child in module.named_children() if name not in (layout or ())}
+    children = module.named_children()
+    others = tuple((name, type(child)) for name, child in children if name not in (layout or ()))
     return [
         Twin(
             twin_class(GatedMLP, type(module)),  # type: ignore[arg-type]

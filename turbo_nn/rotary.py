@@ -115,7 +115,7 @@ def rotation_of(cls: type) -> Any:
 def as_written(rotation: Any) -> Any:
     """The function of the model's file: the `kernels` package makes a module of it that takes anything."""
     cells = type(rotation).forward.__closure__ or () if isinstance(rotation, nn.Module) else ()
-    inside = [cell.cell_contents for cell in cells if cell.cell_contents is not rotation]
+    inside = (cell.cell_contents for cell in cells)
     return next((found for found in inside if isinstance(found, FunctionType)), rotation)
 
 

@@ -235,10 +235,10 @@ def linear_cross_entropy(
     to hidden's dtype, or autocast's; the loss is computed in fp32. recipe: casts of the three GEMMs.
     reduction: "mean" over labels that are not ignore_index, "sum" or "none"; divisor stands in for their
     number under "mean" (tokens of all micro-batches and ranks). label_smoothing, z_loss, softcap: see
-    `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits, 2^28 with casts).
-    accumulate: dtype of the sum of the chunks' shares of weight's gradient (None: bf16 weight's own up to 8
-    chunks, else fp32). All labels ignored: NaN under "mean"
-    with gradients of 0, as in torch. ValueError where shapes, dtypes or options do not fit.
+    `cross_entropy_`. chunk: tokens at a time (None: some 2^27 logits, 2^28 with casts). accumulate: dtype of
+    the sum of the chunks' shares of weight's gradient (None: bf16 weight's own up to 8 chunks, else fp32).
+    All labels ignored: NaN under "mean" with gradients of 0, as in torch. ValueError where shapes, dtypes or
+    options do not fit.
     """
     recipe, dtype = recipe or HIGH_PRECISION, hidden.dtype
     problem = (

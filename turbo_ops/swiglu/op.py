@@ -143,7 +143,8 @@ def _problem(
         return f"gate is {gate.dtype}: give fp32, bf16 or fp16"
     if activation not in ACTIVATIONS:
         return f"activation={activation!r}: use one of {', '.join(ACTIVATIONS)}"
-    if consume and up is not None and gate.data_ptr() == up.data_ptr() and gate.numel():
+    same = consume and up is not None and gate.storage_offset() == up.storage_offset()
+    if same and torch._C._is_alias_of(gate, up):  # of storages: meta tensors all begin at 0
         return "consume=True with gate and up in the same memory: their gradients would be, too"
     if probs is not None and (probs.shape != gate.shape[:-1] or probs.dtype not in DTYPES):
         given = f"probs {tuple(probs.shape)} {probs.dtype}"
