@@ -144,7 +144,8 @@ def _problem(
     if activation not in ACTIVATIONS:
         return f"activation={activation!r}: use one of {', '.join(ACTIVATIONS)}"
     same = consume and up is not None and gate.storage_offset() == up.storage_offset()
-    if same and torch._C._is_alias_of(gate, up):  # of storages: meta tensors all begin at 0
+    # of storages: meta tensors all begin at address 0
+    if same and torch._C._is_alias_of(gate, up):  # type: ignore[attr-defined]
         return "consume=True with gate and up in the same memory: their gradients would be, too"
     if probs is not None and (probs.shape != gate.shape[:-1] or probs.dtype not in DTYPES):
         given = f"probs {tuple(probs.shape)} {probs.dtype}"
