@@ -29,6 +29,8 @@ GATES = {
     "delayed_cast_kernel": Gate(),
     "dequantize_kernel": Gate(),
     "gemm_kernel": Gate(operand="a"),
+    "group_amax_kernel": Gate(),
+    "group_cast_kernel": Gate(),
     "grouped_gemm_kernel": Gate(operand="a"),
     "grouped_wgrad_kernel": Gate(operand="a"),
     "row_cast_kernel": Gate(),

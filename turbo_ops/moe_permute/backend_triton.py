@@ -73,11 +73,12 @@ def place_kernel(
     earlier = tl.load(before + tl.program_id(0) * E + names, mask=names < E, other=0).to(tl.int32)
     ranks = tl.cumsum(table, 0) - 1 + earlier[None, :]
     rank = tl.sum(table * ranks, 1).to(tl.int64)
-    first = tl.load(starts + tl.maximum(expert, 0), mask=choices < N, other=0)
-    kept = (capacity == 0) | (rank < capacity)
+    here = (expert >= 0) & (expert < E)
+    first = tl.load(starts + tl.where(here, expert, 0))
+    kept = here & ((capacity == 0) | (rank < capacity))
     place = tl.where(kept, first + rank, -1)
     tl.store(places + choices, place, mask=choices < N)
-    tl.store(sources + tl.maximum(place, 0), choices.to(tl.int64), mask=(choices < N) & kept)
+    tl.store(sources + tl.maximum(place, 0), choices.to(tl.int64), mask=kept)
 
 
 @triton.jit

@@ -18,22 +18,24 @@ def moe_permute_sort(
     Choices are numbered t * k + j. Those of an expert follow one another in that order, experts in theirs,
     each begun at a multiple of align. places: the row of a choice, -1 where it is dropped. sources: the
     choice of a row, -1 where there is none. ends: the row behind an expert's last, its padding included. An
-    expert keeps its first capacity choices (0: all); dropped counts the rest. R = T * k + E * (align - 1).
+    expert keeps its first capacity choices (0: all); dropped counts the rest, and none of no expert's here,
+    below 0 or from num_experts on. R: see `rows_of`.
     """
     flat = experts.reshape(-1)
     ours = flat[:, None] == torch.arange(num_experts, device=flat.device)
-    rank = (ours.cumsum(0) - 1).gather(1, flat.clamp(0, num_experts - 1)[:, None])[:, 0]
-    counts = ours.sum(0)
-    kept = torch.ones_like(flat, dtype=torch.bool) if capacity == 0 else rank < capacity
+    expert = flat.clamp(0, num_experts - 1)
+    rank = (ours.cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
+    counts, here = ours.sum(0), ours.any(1)
+    kept = here if capacity == 0 else here & (rank < capacity)
     held = counts if capacity == 0 else counts.clamp(max=capacity)
     ends = ((held + align - 1) // align * align).cumsum(0)
     starts = torch.nn.functional.pad(ends[:-1], (1, 0)) if num_experts else ends
-    places = torch.where(kept, starts[flat] + rank, -1)
+    places = torch.where(kept, starts[expert] + rank, -1)
     sources = torch.full((rows_of(flat.numel(), num_experts, align) + 1,), -1, device=flat.device)
     sources[places] = torch.where(
         kept, torch.arange(len(flat), device=flat.device), -1
     )  # -1: the spare last row
-    return places.view(experts.shape), sources[:-1].clone(), ends, (~kept).sum().view(1)
+    return places.view(experts.shape), sources[:-1].clone(), ends, (here & ~kept).sum().view(1)
 
 
 @op("triton")
@@ -69,8 +71,8 @@ def moe_permute_dot(rows: Tensor, x: Tensor, places: Tensor) -> Tensor:
 
 
 def rows_of(choices: int, num_experts: int, align: int) -> int:
-    """How many rows hold any distribution of the choices."""
-    return choices + num_experts * (align - 1)
+    """How many rows hold any distribution of the choices: whole blocks of align."""
+    return (choices + min(choices, num_experts) * (align - 1)) // align * align
 
 
 class Permutation(NamedTuple):
@@ -128,8 +130,8 @@ def moe_permute(
     R is the same for any routing (nothing waits for the device); rows behind the last end, and those between
     an expert's last token and its end, are zero. weights [..., k]: multiply each row. align: each expert's
     rows begin at a multiple of it. capacity: the most tokens that an expert keeps, in their order; 0: all.
-    Differentiable once in x and weights. ValueError where shapes or numbers do not fit. Experts must be 0 to
-    num_experts - 1.
+    Choices of other experts than 0 to num_experts - 1 (expert parallelism: those of other ranks) get no row.
+    Differentiable once in x and weights. ValueError where shapes or numbers do not fit.
     """
     problem = _problem(x, experts, weights, num_experts, align, capacity)
     if problem:

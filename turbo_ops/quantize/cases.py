@@ -149,6 +149,65 @@ def _loss(shape: tuple[int, int], how: tuple, device: torch.device) -> tuple:
     return logits, labels, torch.rand(shape[0], device=device), lse, peak, -100, *how
 
 
+# rows of the groups, multiples of 128, rows behind them, columns
+GROUPS = {
+    "test": {
+        "one": ([128], 0, 8),
+        "empty-ends": ([0, 256, 0, 128, 0], 70, 200),
+        "none-used": ([0, 0], 130, 24),
+        "no-row": ([0], 0, 8),
+        "no-column": ([128], 0, 0),
+        "many": ([128 * (i % 2) for i in range(9)], 128, 132),
+    },
+    "bench": {"qwen3": ([512 + 128 * (i % 3 - 1) for i in range(128)], 0, 2048)},
+}
+
+
+def quantize_groups(size: str, device: torch.device) -> dict:
+    return {name: partial(_without_last, make) for name, make in _groups(size, device, (False,)).items()}
+
+
+def quantize_both_groups(size: str, device: torch.device) -> dict:
+    return _groups(size, device, (False, True))
+
+
+def _groups(size: str, device: torch.device, ways: tuple[bool, ...]) -> dict:
+    found = {}
+    for name, shape in GROUPS[size].items():
+        for dtype in ("e4m3", "e5m2") if size == "test" else ("e4m3",):
+            for rowwise in ways:
+                way = "rowwise" if rowwise else "tensorwise"
+                given = fp8_dtype(dtype, device), rowwise, torch.bfloat16
+                found[f"{way}-{dtype}-{name}-bf16"] = partial(_grouped, shape, *given, device)
+    if size == "test":
+        shape, e4m3 = GROUPS[size]["empty-ends"], fp8_dtype("e4m3", device)
+        for rowwise in ways:
+            way = "rowwise" if rowwise else "tensorwise"
+            found[f"{way}-fp32"] = partial(_grouped, shape, e4m3, rowwise, torch.float32, device)
+            found |= {
+                f"{way}-{name}": partial(_grouped, shape, e4m3, rowwise, torch.float32, device, value)
+                for name, value in SPECIAL.items()
+            }
+    return found
+
+
+def _grouped(
+    shape: tuple, dtype: torch.dtype, rowwise: bool, of_x: torch.dtype, device: torch.device, *value: float
+) -> tuple:
+    sizes, behind, cols = shape
+    x = _normal((sum(sizes) + behind, cols), of_x, device)
+    if value and abs(value[0]) < 1:
+        x *= value[0]
+    elif value:
+        x[:200:3, 77] = value[0]
+    x[sum(sizes) :] = torch.nan  # not to be read
+    return x, torch.tensor(sizes, device=device).cumsum(0), dtype, rowwise
+
+
+def _without_last(make: Callable[[], tuple]) -> tuple:
+    return make()[:-1]
+
+
 def dequantize(size: str, device: torch.device) -> dict:
     from turbo_ops.quantize.op import quantize as contract
 

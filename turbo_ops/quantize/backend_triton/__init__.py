@@ -11,7 +11,7 @@ from torch import Tensor
 from turbo_ops.arch import DTYPES
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
-from turbo_ops.quantize.backend_triton import made  # noqa: F401  attaches
+from turbo_ops.quantize.backend_triton import groups, made  # noqa: F401  attach
 from turbo_ops.quantize.backend_triton.blocks import plan_blockwise
 from turbo_ops.quantize.backend_triton.layout import Layout, Plan
 from turbo_ops.quantize.backend_triton.whole_axis import (
