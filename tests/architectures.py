@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from mixtures import FAMILIES
 from torch import Tensor, nn
 
 import turbo_nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-RULES = ("linear", "rms_norm", "gated_mlp", "rotary", "causal_lm")
+RULES = ("linear", "rms_norm", "gated_mlp", "experts", "moe", "rotary", "causal_lm")
 DECODER = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -52,6 +53,15 @@ VIT = {
     "image_size": 16,
     "patch_size": 8,
 }
+ROUTED = DECODER | {"num_experts_per_tok": 2}
+MIXTURES = {
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+    "olmoe": "OLMoE",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "GLM-4 MoE",
+}
 ARCHITECTURES = {
     "Llama": ("LlamaForCausalLM", DECODER),
     "Llama 4": ("Llama4ForCausalLM", WITH_HEAD_DIM | LLAMA4),
@@ -76,6 +86,7 @@ ARCHITECTURES = {
     "ViT": ("ViTForImageClassification", VIT),
     "Whisper": ("WhisperForConditionalGeneration", WHISPER),
     "T5": ("T5ForConditionalGeneration", T5 | {"vocab_size": 128}),
+    **{MIXTURES[family]: (cls, ROUTED | own) for family, (cls, own) in FAMILIES.items()},
 }
 
 

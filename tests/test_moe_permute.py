@@ -28,7 +28,7 @@ def test_each_expert_has_its_tokens_in_order(align: int, device: torch.device) -
     x, experts, _ = routed(50, 3, 8, device)
     rows, permutation = moe_permute(x, experts, 8, align=align)
     assert permutation.ends.remainder(align).eq(0).all()
-    assert len(rows) == 50 * 3 + 8 * (align - 1)
+    assert len(rows) == (50 * 3 + 8 * (align - 1)) // align * align
     for expert, mine in enumerate(groups(rows, permutation.ends)):
         right = x[(experts == expert).any(1)]
         assert mine[: len(right)].equal(right)
@@ -135,3 +135,17 @@ def test_compiles_whole(device: torch.device) -> None:
 
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), there_and_back(x))
+
+
+def test_experts_of_other_ranks_get_no_row(device: torch.device) -> None:
+    """Expert parallelism numbers them from num_experts on."""
+    x = torch.randn(4, 6, device=device, requires_grad=True)
+    experts = torch.tensor([[0, 9], [2, 1], [2, 2], [-1, 0]], device=device)
+    rows, permutation = moe_permute(x, experts, 2)
+    assert permutation.ends.tolist() == [2, 3]
+    assert permutation.places.tolist() == [[0, -1], [-1, 2], [-1, -1], [-1, 1]]
+    assert rows[:3].equal(x[[0, 3, 1]])
+    assert not rows[3:].any()
+    assert permutation.dropped.item() == 0
+    rows.sum().backward()
+    assert x.grad[:, 0].tolist() == [1, 1, 0, 1]

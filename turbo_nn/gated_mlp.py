@@ -71,7 +71,8 @@ class GatedMLP(nn.Module):
         return down(turbo_ops.swiglu(gate, up, self.activation, consume=consume))
 
 
-def _layout(module: nn.Module) -> tuple[str, str | None, str] | None:
+def layout_of(module: nn.Module) -> tuple[str, str | None, str] | None:
+    """Which children are gate, up and down; None where it has no such children."""
     return next((names for names in LAYOUTS if {*filter(None, names)} <= module._modules.keys()), None)
 
 
@@ -80,7 +81,7 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
         return "is a turbo_nn.GatedMLP already"
     if any(parameter is not None for parameter in module._parameters.values()):
         return "it holds parameters of its own"
-    layout = _layout(module)
+    layout = layout_of(module)
     others = {name: child for name, child in module.named_children() if name not in (layout or ())}
     learning = [name for name, child in others.items() if any(True for _ in child.parameters())]
     if learning:
@@ -95,7 +96,7 @@ def _refuses(module: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
-    layout = _layout(module)
+    layout = layout_of(module)
     orders = (False, True) if layout and layout[1] is None else (False,)
     children = module.named_children()
     others = tuple((name, type(child)) for name, child in children if name not in (layout or ()))
@@ -111,7 +112,7 @@ def _convert(module: nn.Module, recipe: Recipe) -> list[Twin]:
 
 def _probe(module: nn.Module) -> list[Probe]:
     """Small layers in place of the model's; copies of its activation and what else it has."""
-    gate_name, up_name, down_name = _layout(module) or LAYOUTS[0]
+    gate_name, up_name, down_name = layout_of(module) or LAYOUTS[0]
     width, middle = 6, 10
     x, gate, up, down = draw((3, 5, width), (middle, width), (middle, width), (width, middle))
     weights: dict[str, Tensor] = {gate_name: gate, down_name: down} | ({up_name: up} if up_name else {})
@@ -128,7 +129,7 @@ def _backend(module: nn.Module, twin: Twin) -> str | None:
 
 RULE = Rule(
     "gated_mlp",
-    match=lambda module: isinstance(module, GatedMLP) or _layout(module) is not None,
+    match=lambda module: isinstance(module, GatedMLP) or layout_of(module) is not None,
     convert=_convert,
     probe=_probe,
     refuses=_refuses,

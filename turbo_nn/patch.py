@@ -6,14 +6,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from turbo_nn import causal_lm, gated_mlp, linear, rms_norm, rotary
+from turbo_nn import causal_lm, experts, gated_mlp, linear, moe_block, rms_norm, rotary
 from turbo_nn.recipes import Policy, RecipeLike, as_policy
 from turbo_nn.report import LeftError, Report, Verdict
 from turbo_nn.rule import Prover, Rule, Twin, kind
 from turbo_nn.structure import Names, are_experts, checked_select, kept, names_of
 from turbo_ops import Recipe
 
-RULES: list[Rule] = [linear.RULE, rms_norm.RULE, gated_mlp.RULE, rotary.RULE, causal_lm.RULE]
+RULES: list[Rule] = [
+    linear.RULE,
+    rms_norm.RULE,
+    gated_mlp.RULE,
+    experts.RULE,
+    moe_block.RULE,
+    rotary.RULE,
+    causal_lm.RULE,
+]
 ORIGINAL = "_turbo_original"
 Globs = str | list[str] | tuple[str, ...] | None
 
@@ -176,7 +184,8 @@ class _Plan:
             asked = label if rule.casts else None
             twin = _answer(rule, module, recipe, prover, convert_small)
             if isinstance(twin, str):
-                plan[module] = Verdict(*who, asked, reason=twin), None
+                lost = recipe.casts or _casts(module)  # left uncast, it lacks nothing that was asked for
+                plan[module] = Verdict(*who, asked if lost else None, reason=twin), None
                 continue
             key = (rule.name, recipe, *kind(module))
             if key not in backends:
@@ -194,7 +203,7 @@ class _Plan:
             return "no rule of the policy matches"
         if not rule.casts:
             return None
-        if not recipe.casts and not _casts(module):
+        if not (recipe.casts or rule.uncast or _casts(module)):
             return f"recipe {label}: nothing to cast"
         named = self.chosen[module] == "head" or not set("*?[") & set(self.chosen[module])
         return None if named else self.kept.get(module)

@@ -17,7 +17,9 @@ from turbo_ops import Recipe
 BARE = frozenset(vars(nn.Module()))  # what every module holds: parameters, hooks, training, ...
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 # A probe is on the CPU: it must not meet a backend that the user pinned for the GPU.
-ON_CPU = dict.fromkeys(("gemm", "rms_norm_fwd", "swiglu_fwd", "rope_fwd", "cross_entropy_"), "reference")
+PROBED = ("gemm", "rms_norm_fwd", "swiglu_fwd", "rope_fwd", "cross_entropy_", "grouped_gemm")
+PERMUTED = ("moe_permute_sort", "moe_permute_gather", "moe_permute_combine")
+ON_CPU = dict.fromkeys(PROBED + PERMUTED, "reference")
 
 
 class Twin(NamedTuple):
@@ -76,6 +78,7 @@ class Rule:
     small(module): the same for a module too small to gain; `convert_small=True` does not ask.
     backend(module, twin): which backends will run it, for the report.
     casts: whether the recipe's casts are for such modules. If not, any recipe patches them.
+    uncast: of a rule that casts, whether a recipe without casts patches them, too.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Rule:
     small: Callable[[nn.Module], str | None] = _accepts
     backend: Callable[[nn.Module, Twin], str | None] = _no_backend
     casts: bool = False
+    uncast: bool = False
 
 
 class Prover:

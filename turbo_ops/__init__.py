@@ -4,9 +4,11 @@ from turbo_ops.casting import Cast, Gemm, Recipe, Scaled
 from turbo_ops.cross_entropy import cross_entropy_
 from turbo_ops.delayed import new_history, reduce_amax_over, restore_history, track_history
 from turbo_ops.dispatch import UnsupportedError, explain, force, reset
+from turbo_ops.experts import moe_experts
 from turbo_ops.gated_linear import gated_input
 from turbo_ops.gemm import gemm, gemm_accumulate_
-from turbo_ops.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, grouped_linear
+from turbo_ops.grouped_gemm import grouped_gemm, grouped_gemm_accumulate_, grouped_gemm_wgrad
+from turbo_ops.grouped_linear import grouped_linear
 from turbo_ops.linear import linear, linear_backends
 from turbo_ops.linear_cross_entropy import linear_cross_entropy
 from turbo_ops.moe_permute import Permutation, moe_permute, moe_unpermute
@@ -39,11 +41,13 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "grouped_gemm",
+    "grouped_gemm_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_linear",
     "linear",
     "linear_backends",
     "linear_cross_entropy",
+    "moe_experts",
     "moe_permute",
     "moe_unpermute",
     "new_history",

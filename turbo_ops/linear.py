@@ -8,6 +8,7 @@ Each tensor is cast from high precision, once along each axis that is needed, in
 of x is saved as wgrad's operand: 1 byte an element where wgrad is cast.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,8 @@ class LinearFunction(torch.autograd.Function):
                 weight_t = cast(weight_t.data.t(), dgrad.rhs, past, run, "weight.t")
             grad_x = matmul(grad, weight_t, x_dtype, fast_accum=dgrad.fast_accum, run=run, slot="dgrad")
         if main is not None:
-            grad_weight = _into_main_grad(main, grad_t, x_t, wgrad.fast_accum)
+            operands = grad_t.data, x_t.data, grad_t.scale, x_t.scale
+            grad_weight = into_main_grad(main, lambda out: gemm_accumulate_(out, *operands, wgrad.fast_accum))
         elif need_weight:
             grad_weight = matmul(
                 grad_t, x_t, weight_dtype, fast_accum=wgrad.fast_accum, run=run, slot="wgrad"
@@ -143,7 +145,7 @@ def _weight_casts(
     )
 
 
-def _into_main_grad(weight: Any, grad_t: Scaled, x_t: Scaled, fast_accum: bool) -> Tensor | None:
+def into_main_grad(weight: Any, add_into: Callable[[Tensor], None]) -> Tensor | None:
     """wgrad summed into `weight.main_grad` (Megatron's convention); `.grad` gets nothing.
 
     Where the weight has `grad_added_to_main_grad` it becomes True, and a placeholder makes its hooks run.
@@ -152,7 +154,7 @@ def _into_main_grad(weight: Any, grad_t: Scaled, x_t: Scaled, fast_accum: bool) 
     if main_grad.shape != weight.shape or not main_grad.is_floating_point():
         given = f"{tuple(main_grad.shape)} of {main_grad.dtype}"
         raise ValueError(f"main_grad {given} must have the weight's {tuple(weight.shape)} and be fp32, say")
-    gemm_accumulate_(main_grad, grad_t.data, x_t.data, grad_t.scale, x_t.scale, fast_accum)
+    add_into(main_grad)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -11,6 +11,7 @@ TURBO_WEIGHT_CACHE=0 turns the cache off.
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from turbo_ops import policy
 from turbo_ops.casting import Scaled
 
 Casts = tuple[Scaled, Scaled | None]
+CastsLike = TypeVar("CastsLike", bound=Casts)
 
 
 class _Entry:
@@ -34,7 +36,7 @@ class _Entry:
 
     def forget(self) -> None:
         self.key: tuple | None = None
-        self.casts: Casts | None = None
+        self.casts: Any = None
         self.storage: Tensor | None = None  # keeps the address taken
         self.wanted = 0
 
@@ -43,7 +45,7 @@ _ENTRIES: dict[weakref.ref, _Entry] = {}
 _FLAGS = {"TURBO_WEIGHT_CACHE": True, "TURBO_CHECK_CACHE": False}
 
 
-def kept(weight: Tensor, how: tuple, cast: Callable[[], Casts]) -> Casts:
+def kept(weight: Tensor, how: tuple, cast: Callable[[], CastsLike]) -> CastsLike:
     """`cast()`, or what it gave before for the weight as it is; `how` says all that the cast depends on."""
     if not _FLAGS["TURBO_WEIGHT_CACHE"] or not weight.is_leaf or weight.is_inference():
         return cast()

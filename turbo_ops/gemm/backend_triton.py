@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from turbo_ops.arch import DTYPES, FP8_DTYPES, hardware
+from turbo_ops.device.accumulate import add_tile
 from turbo_ops.device.launch import Launch
 from turbo_ops.device.target import refuses_device
 from turbo_ops.gemm.op import gemm, gemm_accumulate_, operand_problem
@@ -86,22 +87,6 @@ def upcast_mx(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Left and right half of x [ROWS, COLS]."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def add_into(out, part, rows, first, M, N, stride, COLS: tl.constexpr):
-    """Add to some columns of a tile: all of them at once, what is there and its addresses spill registers."""
-    cols = first + tl.arange(0, COLS)
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    at = out + rows[:, None] * stride + cols[None, :]
-    total = part + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def gemm_kernel(
     a, b, out, a_scale, b_scale, bias, M, N, K,
     stride_am, stride_ak, stride_bn, stride_bk, stride_om, scale_am, scale_ak, scale_bn, scale_bk,
@@ -162,16 +147,8 @@ def gemm_kernel(
     if bias is not None:
         total += tl.load(bias + col).to(tl.float32)[None, :]
     first = (pid % (GROUP * tiles_n) // height).to(tl.int64) * BN
-    if ACCUMULATE and BN >= 256:
-        left, right = halves(total, BM, BN)
-        a_part, b_part = halves(left, BM, BN // 2)
-        c_part, d_part = halves(right, BM, BN // 2)
-        add_into(out, a_part, rows, first, M, N, stride_om, BN // 4)
-        add_into(out, b_part, rows, first + BN // 4, M, N, stride_om, BN // 4)
-        add_into(out, c_part, rows, first + BN // 2, M, N, stride_om, BN // 4)
-        add_into(out, d_part, rows, first + 3 * (BN // 4), M, N, stride_om, BN // 4)
-    elif ACCUMULATE:
-        add_into(out, total, rows, first, M, N, stride_om, BN)
+    if ACCUMULATE:
+        add_tile(out, total, rows, first, M, N, stride_om, BM, BN)
     else:
         inside = (rows[:, None] < M) & (cols[None, :] < N)
         out_at = out + rows[:, None] * stride_om + cols[None, :]

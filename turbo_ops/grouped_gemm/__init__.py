@@ -1,3 +1,3 @@
-from turbo_ops.grouped_gemm.op import grouped_gemm, grouped_gemm_wgrad, grouped_linear
+from turbo_ops.grouped_gemm.op import grouped_gemm, grouped_gemm_accumulate_, grouped_gemm_wgrad
 
-__all__ = ["grouped_gemm", "grouped_gemm_wgrad", "grouped_linear"]
+__all__ = ["grouped_gemm", "grouped_gemm_accumulate_", "grouped_gemm_wgrad"]

@@ -6,6 +6,9 @@ from turbo_ops.moe_permute.op import (
     moe_permute_gather,
     moe_permute_sort,
     moe_unpermute,
+    permute_rows,
+    rows_of,
+    unpermute_rows,
 )
 
 __all__ = [
@@ -16,4 +19,7 @@ __all__ = [
     "moe_permute_gather",
     "moe_permute_sort",
     "moe_unpermute",
+    "permute_rows",
+    "rows_of",
+    "unpermute_rows",
 ]

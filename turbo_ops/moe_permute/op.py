@@ -139,7 +139,17 @@ def moe_permute(
     choices = experts.reshape(-1, experts.shape[-1]).contiguous()
     permutation = Permutation(*moe_permute_sort(choices, num_experts, align, capacity))
     rows = x.reshape(len(choices), x.shape[-1]).contiguous()
-    return PermuteFunction.apply(rows, _flat(weights), permutation), permutation
+    return permute_rows(rows, permutation, _flat(weights)), permutation
+
+
+def permute_rows(x: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
+    """x [T, D] contiguous, weights [T, k] fp32 -> rows [R, D], by a permutation that is known already."""
+    return PermuteFunction.apply(x, weights, permutation)
+
+
+def unpermute_rows(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
+    """The way back of `permute_rows`: rows [R, D] contiguous -> [T, D], summed."""
+    return UnpermuteFunction.apply(rows, weights, permutation)
 
 
 def moe_unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
@@ -156,7 +166,7 @@ def moe_unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None
         )
     if weights is not None and weights.numel() != places.numel():
         raise ValueError(f"moe_unpermute: weights {tuple(weights.shape)}: give {tuple(places.shape)}")
-    return UnpermuteFunction.apply(rows.contiguous(), _flat(weights), permutation)
+    return unpermute_rows(rows.contiguous(), permutation, _flat(weights))
 
 
 def _flat(weights: Tensor | None) -> Tensor | None:

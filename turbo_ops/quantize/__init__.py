@@ -1,4 +1,4 @@
-from turbo_ops.quantize.groups import ALIGN, cast_groups, quantize_both_groups, quantize_groups
+from turbo_ops.quantize.groups import ALIGN, UNWANTED, cast_groups, quantize_both_groups, quantize_groups
 from turbo_ops.quantize.op import (
     cast,
     cast_arguments,
@@ -15,6 +15,7 @@ from turbo_ops.quantize.op import (
 
 __all__ = [
     "ALIGN",
+    "UNWANTED",
     "cast",
     "cast_arguments",
     "cast_both",

@@ -9,6 +9,7 @@ from turbo_ops.dispatch import op
 from turbo_ops.quantize.op import cast_problem, quantize, quantize_both
 
 ALIGN = 128  # rows: no block of any cast straddles two groups
+UNWANTED = Scaled(None)  # type: ignore[arg-type]
 
 
 def empty(x: Tensor, ends: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -75,16 +76,16 @@ def groups_problem(x: Tensor, ends: Tensor, dtype: torch.dtype) -> str | None:
 
 def cast_groups(
     x: Tensor, ends: Tensor, how: Cast | None, how_t: Cast | None, *, rows: bool = True, cols: bool = True
-) -> tuple[Scaled | None, Scaled | None]:
-    """x [R, C] cast by `how` along C, and x.t() by `how_t` along the rows of each group; None if not wanted.
+) -> tuple[Scaled, Scaled]:
+    """x [R, C] cast by `how` along C, and x.t() by `how_t` along the rows of each group, where wanted.
 
     Scales are as `grouped_gemm` takes them. None for a cast: x as it is.
     """
     if rows and cols and how is not None and how == how_t:
         return _both(x, ends, how)
-    lhs = (Scaled(x) if how is None else _rows(x, ends, how)) if rows else None
+    lhs = (Scaled(x) if how is None else _rows(x, ends, how)) if rows else UNWANTED
     if not cols:
-        return lhs, None
+        return lhs, UNWANTED
     return lhs, Scaled(x.t()) if how_t is None else _both(x, ends, how_t)[1]
 
 
