@@ -8,25 +8,23 @@ Exit code 2, with one line on stderr, for a file that is no log.
 
 import argparse
 import collections
-import importlib
 import json
 import os
 import platform
 import statistics
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import turbo_ops
 from turbo_nn import precision
 from turbo_ops import UnsupportedError, native
 from turbo_ops.arch import arch, fp8_dtype
-from turbo_ops.cases import Op, cases
+from turbo_ops.cases import cases
+from turbo_ops.dispatch import REGISTRY, Op
 
 # Limits on the median of what a layer's samples say: one odd step decides nothing.
 # dB of a cast. E4M3 keeps 31.5 and E5M2 25.4 of values with normal exponents; lower means that many are not.
@@ -86,13 +84,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _ops() -> Iterator[Op]:
-    """Every contract: a family is a folder with an op.py."""
-    for file in sorted(Path(turbo_ops.__path__[0]).glob("*/op.py")):
-        module = importlib.import_module(f"turbo_ops.{file.parent.name}.op")
-        yield from (
-            op for op in vars(module).values() if isinstance(op, Op) and op.family == file.parent.name
-        )
+def _ops() -> list[Op]:
+    """Every contract of the library, by family."""
+    ours = (op for op in REGISTRY.values() if op.reference.__module__.startswith("turbo_ops."))
+    return sorted(ours, key=lambda op: op.family)
 
 
 def answers(op: Op, device: torch.device) -> dict:

@@ -60,6 +60,7 @@ class Op:
         self.reference = reference
         self.order = order
         self.prefers = prefers
+        self.fake = fake or reference
         self.schema = torch.library.infer_schema(reference, mutates_args=mutates)
         self.mutates = mutates
         self.__doc__ = reference.__doc__
@@ -72,7 +73,7 @@ class Op:
         # what torch.library.custom_op does, less 7 of its 10 us a call
         LIBRARY.define(self.name + self.schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(self.name, self._run_completed, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"turbo_ops::{self.name}", fake or reference, lib=LIBRARY)
+        torch.library.register_fake(f"turbo_ops::{self.name}", self.fake, lib=LIBRARY)
         self.torch_op = getattr(torch.ops.turbo_ops, self.name).default
         REGISTRY[self.name] = self
 
@@ -147,8 +148,8 @@ class Op:
                 self._chosen.clear()
             device = self._device(args)
             backend = self._decide(args, device)
-            if any(isinstance(arg, FakeTensor) for arg in args):  # not tuned, and its key is a real one's
-                return backend.run, None
+            if device.type == "meta" or any(isinstance(arg, FakeTensor) for arg in args):
+                return self.fake, None  # shapes alone; of a fake one the key is a real one's
             guarded = device.type == "cuda" and torch.cuda.device_count() > 1  # with one GPU it is current
             choice = backend.prepared(args), device.index if guarded else None
             self._chosen[key] = choice

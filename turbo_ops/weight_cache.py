@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from turbo_ops import policy
@@ -47,7 +48,12 @@ _FLAGS = {"TURBO_WEIGHT_CACHE": True, "TURBO_CHECK_CACHE": False}
 
 def kept(weight: Tensor, how: tuple, cast: Callable[[], CastsLike]) -> CastsLike:
     """`cast()`, or what it gave before for the weight as it is; `how` says all that the cast depends on."""
-    if not _FLAGS["TURBO_WEIGHT_CACHE"] or not weight.is_leaf or weight.is_inference():
+    if (
+        not _FLAGS["TURBO_WEIGHT_CACHE"]
+        or not weight.is_leaf
+        or weight.is_inference()
+        or isinstance(weight, FakeTensor)
+    ):
         return cast()
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return cast()  # a graph casts at each replay: it would not see that the weight changed
