@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from turbo_nn import precision
 from turbo_ops import UnsupportedError, native
 from turbo_ops.arch import arch, fp8_dtype
-from turbo_ops.cases import cases
-from turbo_ops.dispatch import REGISTRY, Op
+from turbo_ops.cases import Op, cases, ops
 
 # Limits on the median of what a layer's samples say: one odd step decides nothing.
 # dB of a cast. E4M3 keeps 31.5 and E5M2 25.4 of values with normal exponents; lower means that many are not.
@@ -73,7 +72,7 @@ def machine() -> dict:
         "fp8": {name: str(fp8_dtype(name, device)).removeprefix("torch.") for name in ("e4m3", "e5m2")},
         "native": {"reason": native.reason(), "gpu_archs": native.archs()},
         "pins": {name: value for name, value in sorted(os.environ.items()) if name.startswith("TURBO_")},
-        "ops": {op.name: answers(op, device) for op in _ops()},
+        "ops": {op.name: answers(op, device) for op in ops()},
     }
 
 
@@ -82,12 +81,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _ops() -> list[Op]:
-    """Every contract of the library, by family."""
-    ours = (op for op in REGISTRY.values() if op.reference.__module__.startswith("turbo_ops."))
-    return sorted(ours, key=lambda op: op.family)
 
 
 def answers(op: Op, device: torch.device) -> dict:
