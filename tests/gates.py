@@ -39,6 +39,7 @@ GATES = {
     "loss_block_cast_kernel": Gate(),
     "loss_cast_kernel": Gate(),
     "loss_kernel": Gate(),
+    "clear_kernel": Gate(),
     "combine_kernel": Gate(),
     "count_kernel": Gate(),
     "dot_kernel": Gate(),

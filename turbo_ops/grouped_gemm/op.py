@@ -38,7 +38,7 @@ def _nothing(out: Tensor, a: Tensor, b: Tensor, ends: Tensor, *rest: object) -> 
     return None
 
 
-@op("triton", fake=_empty_rows)
+@op("torch", "triton", fake=_empty_rows)
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -67,7 +67,7 @@ def grouped_gemm(
     return out
 
 
-@op("triton", fake=_empty_weights)
+@op("torch", "triton", fake=_empty_weights)
 def grouped_gemm_wgrad(
     a: Tensor,
     b: Tensor,
