@@ -29,8 +29,8 @@ def absent(backend: str) -> str | None:
     if backend == "native":
         native = importlib.import_module("turbo_ops.native")
         return native.reason()
-    if backend == "blaslt":
-        return None if DEVICE.type == "cuda" else "blaslt is a GPU library"
+    if backend in ("blaslt", "torch"):
+        return None if DEVICE.type == "cuda" else f"{backend} calls a GPU library"
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None

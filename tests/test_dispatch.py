@@ -124,7 +124,10 @@ def test_a_precision_without_a_pin_is_free(toys) -> None:
     ("pins", "message"),
     [
         ({"toys": "triton"}, r"no op or family 'toys'; known: .*toy, toy_add_, toy_scale"),
-        ({"toy": "cutlass"}, r"unknown backend 'cutlass', use one of native, triton, blaslt, reference"),
+        (
+            {"toy": "cutlass"},
+            r"unknown backend 'cutlass', use one of native, triton, blaslt, torch, reference",
+        ),
         ({"toy": "fp8:triton,fp8:blaslt"}, r"'fp8' is pinned twice, drop one"),
         ({"toy": "triton,blaslt"}, r"'other' is pinned twice"),
         ({"toy": ","}, r"unknown backend ''"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turbo_ops.arch import FP8_DTYPES
 
-BACKENDS = ("native", "triton", "blaslt", "reference")
+BACKENDS = ("native", "triton", "blaslt", "torch", "reference")
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PRECISION_NAMES = ("fp8", *PRECISIONS.values(), "other")
 

@@ -3,18 +3,19 @@
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from turbo_ops.arch import hardware
-from turbo_ops.device.clear import clear_kernel
-from turbo_ops.device.launch import Launch
-from turbo_ops.device.target import refuses_device
-from turbo_ops.grouped_gemm.op import grouped_gemm, grouped_gemm_wgrad, rows_problem, wgrad_problem
+from turbo_ops.grouped_gemm.op import (
+    grouped_gemm,
+    grouped_gemm_clear_,
+    grouped_gemm_wgrad,
+    rows_problem,
+    wgrad_problem,
+)
 
 ARCHS = ("sm90",)
 FP8 = torch.float8_e4m3fn
-ROWS = 64  # of a program that clears
 
 
 def refuses(
@@ -59,11 +60,10 @@ def _is_whole(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> bool:
 
 
 def _refuses(a: Tensor, b: Tensor, scaled: bool, dtype: torch.dtype) -> str | None:
-    reason = refuses_device(a)
-    if reason is None and hardware(a.device) not in ARCHS:
-        reason = f"needs {' or '.join(ARCHS)}, this is {hardware(a.device)}"
-    if reason or dtype != torch.bfloat16:
-        return reason or f"the output must be bf16, not {dtype}"
+    if a.device.type != "cuda" or hardware(a.device) not in ARCHS:
+        return f"needs {' or '.join(ARCHS)}, the tensors are on {a.device}"
+    if dtype != torch.bfloat16:
+        return f"the output must be bf16, not {dtype}"
     wanted = FP8 if scaled else torch.bfloat16
     if {a.dtype, b.dtype} != {wanted}:
         return f"operands must be {wanted}, are {a.dtype} and {b.dtype}"
@@ -90,8 +90,7 @@ def _(
     dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = True,
 ) -> Callable:
-    (R, _), (E, N, _) = a.shape, b.shape
-    clear = Launch(clear_kernel, (triton.cdiv(R, ROWS),), (R, N, E), BM=ROWS, BN=64, num_warps=4)
+    R, (E, N, _) = len(a), b.shape
     row = torch.arange(R, device=a.device) if a_scale is not None and a_scale.ndim == 1 else None
 
     def run(
@@ -108,7 +107,7 @@ def _(
                 a, b.transpose(1, 2), a_scale.reshape(-1), b_scale.contiguous(), groups,
                 out_dtype=dtype, use_fast_accum=fast_accum,
             )  # fmt: skip
-        clear(out, ends)
+        grouped_gemm_clear_(out, ends)
         return out
 
     return run

@@ -15,6 +15,7 @@ from turbo_ops.device.target import refuses_device
 from turbo_ops.grouped_gemm.op import (
     grouped_gemm,
     grouped_gemm_accumulate_,
+    grouped_gemm_clear_,
     grouped_gemm_wgrad,
     rows_problem,
     wgrad_problem,
@@ -208,6 +209,18 @@ def grouped_wgrad_kernel(
         tl.store(out + rows[:, None] * N + cols[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def clear_kernel(out, ends, R, N, E, BM: tl.constexpr, BN: tl.constexpr):
+    """Zeros behind the last end."""
+    last = tl.load(ends + E - 1)
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    if (tl.program_id(0).to(tl.int64) + 1) * BM > last:
+        for start in range(0, N, BN):
+            cols = start + tl.arange(0, BN)
+            inside = (rows[:, None] >= last) & (rows[:, None] < R) & (cols[None, :] < N)
+            tl.store(out + rows[:, None] * N + cols[None, :], 0.0, mask=inside)
+
+
 class Tile(NamedTuple):
     """How a product is tiled and how its kernel takes scales."""
 
@@ -332,3 +345,16 @@ def _(
 ) -> Callable:
     multiply_into = _plan_wgrad(a, b, ends, a_scale, b_scale, fast_accum=fast_accum, accumulate=True)
     return lambda out, a, b, ends, a_scale, b_scale, *_: multiply_into(out, a, b, ends, a_scale, b_scale)
+
+
+def refuses_clear(out: Tensor, ends: Tensor) -> str | None:
+    if out.ndim != 2 or not out.is_contiguous() or not ends.is_contiguous():
+        return f"out {tuple(out.shape)} and ends {tuple(ends.shape)} must be contiguous"
+    return refuses_device(out)
+
+
+@grouped_gemm_clear_.backend("triton", refuses=refuses_clear, planned=True)
+def _(out: Tensor, ends: Tensor) -> Callable:
+    (R, N), rows = out.shape, 64
+    launch = Launch(clear_kernel, (triton.cdiv(R, rows),), (R, N, len(ends)), BM=rows, BN=64, num_warps=4)
+    return launch if R * N else lambda *_: None

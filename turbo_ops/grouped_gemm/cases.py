@@ -1,4 +1,4 @@
-"""Inputs of grouped_gemm, grouped_gemm_wgrad and grouped_gemm_accumulate_."""
+"""Inputs of the ops of grouped_gemm."""
 
 from collections.abc import Callable
 from functools import partial
@@ -86,6 +86,21 @@ def grouped_gemm_accumulate_(size: str, device: torch.device) -> dict:
         for into in (torch.float32, torch.bfloat16)
         if not name.startswith("fp")
     }
+
+
+def grouped_gemm_clear_(size: str, device: torch.device) -> dict:
+    return {
+        f"{str(dtype)[6:]}-{name}": partial(_garbage, shape, dtype, device)
+        for name, shape in SHAPES[size].items()
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+
+
+def _garbage(shape: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
+    sizes, behind, n, _ = shape
+    out = torch.randn(sum(sizes) + behind, n, device=device).to(dtype)
+    out[sum(sizes) :] = torch.nan
+    return out, _ends(sizes, device)
 
 
 def _ends(sizes: list[int], device: torch.device) -> Tensor:

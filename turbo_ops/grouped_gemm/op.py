@@ -34,10 +34,6 @@ def _empty_weights(
     return a.new_empty((ends.shape[0], a.shape[0], b.shape[0]), dtype=dtype)
 
 
-def _nothing(out: Tensor, a: Tensor, b: Tensor, ends: Tensor, *rest: object) -> None:
-    return None
-
-
 @op("torch", "triton", fake=_empty_rows)
 def grouped_gemm(
     a: Tensor,
@@ -90,7 +86,7 @@ def grouped_gemm_wgrad(
     return _shares(a, b, ends, a_scale, b_scale).to(dtype)
 
 
-@op("triton", mutates=("out",), fake=_nothing)
+@op("triton", mutates=("out",), fake=lambda *args: None)
 def grouped_gemm_accumulate_(
     out: Tensor,
     a: Tensor,
@@ -105,6 +101,12 @@ def grouped_gemm_accumulate_(
     if problem:
         raise ValueError(f"grouped_gemm_accumulate_: {problem}")
     out.copy_(out.float() + _shares(a, b, ends, a_scale, b_scale))
+
+
+@op("triton", mutates=("out",), fake=lambda *args: None)
+def grouped_gemm_clear_(out: Tensor, ends: Tensor) -> None:
+    """Zero rows ends[-1] to R of out [R, N], contiguous: what a product of the groups need not write."""
+    out[_groups(ends)[-1].stop :] = 0
 
 
 def _shares(a: Tensor, b: Tensor, ends: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
