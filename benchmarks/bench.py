@@ -25,9 +25,10 @@ from benchmarks.glue import measure_loss, measure_rope, measure_swiglu  # noqa: 
 from benchmarks.host import measure_host  # noqa: E402
 from benchmarks.layers import measure_linear, measure_norms  # noqa: E402
 from benchmarks.machine import facts, measure_ceilings  # noqa: E402
+from benchmarks.mixtures import measure_grouped, measure_moe  # noqa: E402
 from benchmarks.ops import measure_ops  # noqa: E402
 from benchmarks.session import Session  # noqa: E402
-from benchmarks.whole_model import measure_model  # noqa: E402
+from benchmarks.whole_model import MODELS, measure_model  # noqa: E402
 from turbo_ops.dispatch import REGISTRY  # noqa: E402
 from turbo_ops.policy import BACKENDS  # noqa: E402
 
@@ -37,6 +38,8 @@ LAYERS: dict[str, Callable[[Session], None]] = {
     "swiglu": measure_swiglu,
     "rope": measure_rope,
     "loss": measure_loss,
+    "grouped": measure_grouped,
+    "moe": measure_moe,
 }
 
 
@@ -63,7 +66,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", nargs="*", choices=tuple(LAYERS), help="only these layers (none: no layer)"
     )
-    parser.add_argument("--model", action="store_true", help="also a Llama with 4 layers of the 8B shape")
+    parser.add_argument(
+        "--model", nargs="*", choices=tuple(MODELS), help="also models of 4 layers (alone: all of them)"
+    )
     parser.add_argument(
         "--peers", nargs="?", const="", metavar="WORD",
         help="also torchao, TransformerEngine, Liger; those with WORD in their name",
@@ -78,6 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.op = sorted(REGISTRY) if options.layers is None else []
         options.layers = list(LAYERS) if options.layers is None else options.layers
     options.layers = options.layers or []
+    options.model = list(MODELS) if options.model == [] else options.model or []
     return options
 
 
@@ -88,7 +94,10 @@ def parts(options: argparse.Namespace) -> list[tuple[str, Callable[[Session], No
     if "linear" in options.layers:
         found.append(("host", measure_host))
     found += [(name, LAYERS[name]) for name in options.layers]
-    return [*found, ("model", measure_model)] if options.model else found
+    found += [
+        (f"model {name}", lambda session, name=name: measure_model(session, name)) for name in options.model
+    ]
+    return found
 
 
 def result(machine: dict, session: Session) -> dict:

@@ -25,6 +25,14 @@ MOST_GLUE = {  # level, case's beginning, variant -> ms, GiB
 }
 MOST_MODEL_TIME = {"any head": 0.74, "bf16 head": 0.68, "FP8 head": 0.60}  # of Hugging Face's eager step
 MOST_MODEL_GIB = 9.5
+MIXTURES = ("grouped", "moe")
+LEAST_GROUPED = {  # TFLOP/s of a step in bf16, and by the better of the FP8 recipes
+    "mixtral": (660, 1000),
+    "qwen3": (560, 720),
+    "deepseek_v3": (640, 950),
+}
+MOST_MOE_MS, MOST_MOE_GIB = {"bf16": 4.0, "fp8": 3.2}, 3.5
+MOST_MIXTURE_TIME, MOST_MIXTURE_GIB = 0.55, 15.0  # of transformers' grouped_mm
 SNR_CAP = 200.0  # dB; equal bits have infinite SNR, which JSON cannot hold
 
 
@@ -38,7 +46,7 @@ class Table:
 def tables(result: dict) -> list[Table]:
     """Every table that the rows of a result fill, in the order to read them."""
     rows = result["rows"]
-    makers = [model, linear, glue, rms_norm, host, missing, *op_tables(rows)]
+    makers = [model, linear, mixtures, glue, rms_norm, host, missing, *op_tables(rows)]
     if result["machine"]["arch"] != "cpu":  # the targets are about kernels, a CPU runs references
         makers.insert(0, targets)
     made = [make(rows) for make in makers]
@@ -46,7 +54,7 @@ def tables(result: dict) -> list[Table]:
 
 
 def targets(rows: list[dict]) -> Table:
-    found = [*_linear_targets(rows), *_model_targets(rows)]
+    found = [*_linear_targets(rows), *_model_targets(rows), *_mixture_targets(rows)]
     for row in ok(rows, "host"):
         if row["variant"].startswith("fp8") and row.get("cost"):
             found.append(_at_most(f"host cost of {row['variant']}", row["cost"], MOST_HOST_COST, "x"))
@@ -84,7 +92,7 @@ def _linear_targets(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _model_targets(rows: list[dict]) -> list[tuple[str, ...]]:
-    eager, *patched = ok(rows, "model") or [None]
+    eager, *patched = [row for row in ok(rows, "model") if row["case"].startswith("Llama")] or [None]
     if not patched:
         return []
     found = []
@@ -97,6 +105,29 @@ def _model_targets(rows: list[dict]) -> list[tuple[str, ...]]:
         least = min(row["peak_gib"] for row in patched)
         found.append(_at_most("model, peak memory, of HF eager's", least / eager["peak_gib"], 1.0))
         found.append(_at_most("model, peak memory", least, MOST_MODEL_GIB, " GiB"))
+    return found
+
+
+def _mixture_targets(rows: list[dict]) -> list[tuple[str, ...]]:
+    found = []
+    for row in ok(rows, "grouped"):
+        least = LEAST_GROUPED.get(row["case"].split()[0])
+        if least and (row["variant"] == "bf16" or row["variant"] in ("fp8_rowwise", "fp8_blockwise")):
+            wanted = least[row["variant"] != "bf16"]
+            verdict = "met" if row["tflops"] >= wanted else "MISSED"
+            what = f"grouped {row['case']} {row['variant']}"
+            found.append((what, f">= {wanted} TFLOP/s", f"{number(row['tflops'])} TFLOP/s", verdict))
+    for row in ok(rows, "moe")[1:]:
+        what = f"block {row['case']} {row['variant']}"
+        found.append(_at_most(what, row["ms"], MOST_MOE_MS[row["variant"].partition("_")[0]], " ms"))
+        if row.get("peak_gib"):
+            found.append(_at_most(f"{what}, peak", row["peak_gib"], MOST_MOE_GIB, " GiB"))
+    theirs, *patched = [row for row in ok(rows, "model") if row["case"].startswith("Qwen3Moe")] or [None]
+    if patched and patched[0].get("peak_gib"):
+        best, least = min(row["ms"] for row in patched), min(row["peak_gib"] for row in patched)
+        what = "mixture model, of HF grouped_mm's time"
+        found.append(_at_most(what, best / theirs["ms"], MOST_MIXTURE_TIME))
+        found.append(_at_most("mixture model, peak memory", least, MOST_MIXTURE_GIB, " GiB"))
     return found
 
 
@@ -143,6 +174,14 @@ def rms_norm(rows: list[dict]) -> Table:
 
 
 def glue(rows: list[dict]) -> Table:
+    return _steps("Between linear layers: forward + backward", GLUE, rows)
+
+
+def mixtures(rows: list[dict]) -> Table:
+    return _steps("Mixtures of experts: forward + backward", MIXTURES, rows)
+
+
+def _steps(title: str, levels: tuple[str, ...], rows: list[dict]) -> Table:
     header = (
         *("case", "by", "ms", "device ms", "GB/s or TFLOP/s", "of ceiling", "speed", "peak GiB"),
         "SNR of results and gradients",
@@ -154,9 +193,9 @@ def glue(rows: list[dict]) -> Table:
             percent(row["share"]),
             *(number(row.get("speedup"), "x"), number(row.get("peak_gib")), snrs(row)),
         )
-        for row in (row for level in GLUE for row in ok(rows, level))
+        for row in (row for level in levels for row in ok(rows, level))
     ]
-    return Table("Between linear layers: forward + backward", header, once(found))
+    return Table(title, header, once(found))
 
 
 def host(rows: list[dict]) -> Table:

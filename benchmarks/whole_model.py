@@ -1,8 +1,8 @@
-"""Model level: a Llama of transformers with random weights, eager, as it is and patched by recipe."""
+"""Model level: models of transformers with random weights, as they are and patched by recipe."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numerics import snr_db
@@ -13,46 +13,94 @@ import turbo_ops
 from benchmarks.session import Session, Variant, WrongError
 from benchmarks.tables import SNR_CAP
 
-RECIPES: dict[str, str | dict[str, str]] = {
-    "fp8_tensorwise": "fp8_tensorwise",
-    "fp8_delayed": "fp8_delayed",
-    "fp8_blockwise": "fp8_blockwise",
-    "fp8_delayed, bf16 head": {"lm_head": "bf16", "*": "fp8_delayed"},
-}
 LOSS_GAP = 0.02  # of the unpatched loss: the bound that fine-tuning is held to as well
-# Llama-3-8B with 4 of its 32 layers
-SHAPES = {
-    "bench": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 4,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    },
-    "test": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "vocab_size": 256,
-    },
+
+
+class Model(NamedTuple):
+    """A configuration of transformers by size, and the recipes to patch it with."""
+
+    config: str
+    shapes: dict[str, dict[str, int | bool]]
+    recipes: dict[str, str | dict[str, str]]
+    baseline: str = "HF eager"
+    experts: str | None = None  # transformers' implementation of the baseline
+
+
+MODELS = {
+    "llama": Model(  # Llama-3-8B with 4 of its 32 layers
+        "LlamaConfig",
+        {
+            "bench": {
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "num_hidden_layers": 4,
+                "vocab_size": 128256,
+                "max_position_embeddings": 8192,
+            },
+            "test": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "num_hidden_layers": 1,
+                "vocab_size": 256,
+            },
+        },
+        {
+            "fp8_tensorwise": "fp8_tensorwise",
+            "fp8_delayed": "fp8_delayed",
+            "fp8_blockwise": "fp8_blockwise",
+            "fp8_delayed, bf16 head": {"lm_head": "bf16", "*": "fp8_delayed"},
+        },
+    ),
+    "qwen3_moe": Model(  # Qwen3-30B-A3B with 4 of its 48 layers
+        "Qwen3MoeConfig",
+        {
+            "bench": {
+                "hidden_size": 2048,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "num_hidden_layers": 4,
+                "vocab_size": 151936,
+            },
+            "test": {
+                "hidden_size": 64,
+                "moe_intermediate_size": 32,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "num_hidden_layers": 1,
+                "vocab_size": 256,
+            },
+        },
+        {name: name for name in ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise")},
+        "HF grouped_mm",
+        "grouped_mm",
+    ),
 }
 TOKENS = {"bench": (2, 4096), "test": (2, 16)}
 LOGIT_TOKENS = 128  # of the first sequence: enough for an SNR, and all of them are 2 GB
 
 
-def measure_model(session: Session) -> None:
+def measure_model(session: Session, name: str) -> None:
     """Step and peak memory of Hugging Face's model, then of the same object patched."""
     batch, length = TOKENS[session.size]
-    shape = SHAPES[session.size]
-    case = f"Llama {shape['hidden_size']}, {shape['num_hidden_layers']} layers, {batch}x{length}"
-    made = Made(session)
+    model, shape = MODELS[name], MODELS[name].shapes[session.size]
+    kind = model.config.removesuffix("Config")
+    case = f"{kind} {shape['hidden_size']}, {shape['num_hidden_layers']} layers, {batch}x{length}"
+    made = Made(session, model)
     variants = [
-        Variant("HF eager", lambda: made.model, 0.0),
-        *(Variant(name, functools.partial(made.patched, how), 0.0) for name, how in RECIPES.items()),
+        Variant(model.baseline, lambda: made.model, 0.0),
+        *(Variant(name, functools.partial(made.patched, how), 0.0) for name, how in model.recipes.items()),
     ]
     session.compare("model", case, variants, functools.partial(_measure_model, session, made))
 
@@ -60,22 +108,24 @@ def measure_model(session: Session) -> None:
 class Made:
     """The model, its tokens and what it computes unpatched: made on first use, so that a failure is a row."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, session: Session, model: Model):
+        self._session, self._model = session, model
         self.report: Any = None
 
     @functools.cached_property
     def model(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        import transformers
 
         torch.manual_seed(0)
-        config = LlamaConfig(**SHAPES[self._session.size], tie_word_embeddings=False)
+        config_class = getattr(transformers, self._model.config)
+        config = config_class(**self._model.shapes[self._session.size], tie_word_embeddings=False)
+        how = {"experts_implementation": self._model.experts} if self._model.experts else {}
         with self._session.device:
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **how)
 
     @functools.cached_property
     def ids(self) -> Tensor:
-        vocabulary = SHAPES[self._session.size]["vocab_size"]
+        vocabulary = self._model.shapes[self._session.size]["vocab_size"]
         return torch.randint(vocabulary, TOKENS[self._session.size], device=self._session.device)
 
     @functools.cached_property

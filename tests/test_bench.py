@@ -82,9 +82,18 @@ def test_every_op_backend_and_layer_has_a_row(run) -> None:
         compiled = [f"{name} compiled{', CUDA graphs' * (i == 2)}" for i, name in enumerate(modes)]
         extra = [*compiled, *kept] if level == "linear" else []
         assert measured == ["nn.Linear bf16", *recipes, *extra]
-    assert {"ceiling", "rms_norm", "swiglu", "loss", "dispatch", "model", "peer", "part"} <= {
-        row["level"] for row in rows
-    }
+    assert {
+        "ceiling",
+        "rms_norm",
+        "swiglu",
+        "loss",
+        "grouped",
+        "moe",
+        "dispatch",
+        "model",
+        "peer",
+        "part",
+    } <= {row["level"] for row in rows}
 
 
 def test_rows_are_flat_and_say_what_they_are(run) -> None:
