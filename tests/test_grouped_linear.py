@@ -10,7 +10,9 @@ from torch import Tensor
 import turbo_nn
 import turbo_ops
 from turbo_ops import grouped_linear
+from turbo_ops.arch import fp8_dtype
 from turbo_ops.grouped_linear import recipe_problem
+from turbo_ops.quantize import quantize_both_groups
 
 grouped_linear_module = importlib.import_module("turbo_ops.grouped_linear")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -253,3 +255,32 @@ def test_autocast(device: torch.device) -> None:
     assert y.dtype == torch.bfloat16
     grads = torch.autograd.grad(y.float().sum(), leaves)
     assert {grad.dtype for grad in grads} == {torch.float32}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tensors of 5 GB")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_more_elements_than_int32_counts(backend: str) -> None:
+    """2.1e9 elements in the result, in what it is made of, and in the gradient: the last rows are right."""
+    tokens, width, out = 2**19 + 200, 128, 4224
+    x = torch.randn(tokens, width, device="cuda").bfloat16()
+    weight = torch.randn(3, out, width, device="cuda").bfloat16()
+    ends = torch.tensor([7, 7, tokens - 100], device="cuda")
+    with turbo_ops.force(grouped_gemm=backend):
+        y = turbo_ops.grouped_gemm(x, weight, ends)
+        assert y.numel() > 2**31
+        last = slice(tokens - 300, tokens - 100)
+        assert snr_db(y[last], x[last].double() @ weight[2].double().t()) > 45
+        assert not y[tokens - 100 :].any()
+        back = turbo_ops.grouped_gemm(y, weight.transpose(1, 2), ends)
+        assert snr_db(back[last], y[last].double() @ weight[2].double()) > 45
+        grad = turbo_ops.grouped_gemm_wgrad(
+            y[-2000:].t(), x[-2000:].t(), torch.tensor([0, 5, 1900], device="cuda")
+        )
+        assert snr_db(grad[2], y[-1995:-100].double().t() @ x[-1995:-100].double()) > 45
+    del back, grad
+    rows = ends // 128 * 128
+    data, _scale, data_t, scale_t = quantize_both_groups(y, rows, fp8_dtype("e4m3", y.device), True)
+    end = int(rows[-1])
+    part = turbo_ops.quantize(y[end - 128 : end], data.dtype, 1, 0, torch.float32)
+    assert torch.equal(data[end - 128 : end].view(torch.uint8), part[0].view(torch.uint8))
+    assert snr_db(data_t[:, end - 128 : end].t().float() * scale_t[2, :, 0], y[end - 128 : end]) > 25

@@ -140,3 +140,10 @@ def test_compiles_whole(device: torch.device) -> None:
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
     for one, other in zip(compiled(logits), route(logits), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_losses_of_no_token_are_zero(device: torch.device) -> None:
+    logits = torch.zeros(0, 4, device=device, requires_grad=True)
+    losses = turbo_ops.router_losses(logits, torch.zeros(0, 2, dtype=torch.int64, device=device))
+    assert [loss.item() for loss in losses] == [0, 0]
+    sum(losses).backward()

@@ -143,10 +143,11 @@ def router_losses(logits: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
 
     Balance: E times the sum over experts of the share of choices times the mean probability (Switch
     Transformers, arXiv 2101.03961): 1 where all are equally likely. z: the mean of log-sum-exp squared
-    (ST-MoE, arXiv 2202.08906). Differentiable in logits.
+    (ST-MoE, arXiv 2202.08906). Both 0 without a token. Differentiable in logits.
     """
     rows = logits.reshape(-1, logits.shape[-1]).float()
     chosen = torch.zeros(rows.shape[1], device=rows.device)
     chosen.index_add_(0, experts.reshape(-1), torch.ones(experts.numel(), device=rows.device))
-    balance = rows.shape[1] * (chosen / experts.numel() * rows.softmax(1).mean(0)).sum()
-    return balance, rows.logsumexp(1).square().mean()
+    tokens, choices = max(len(rows), 1), max(experts.numel(), 1)
+    balance = rows.shape[1] * (chosen / choices * rows.softmax(1).sum(0) / tokens).sum()
+    return balance, rows.logsumexp(1).square().sum() / tokens
