@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch._dynamo.trace_rules
 import torch.utils._device
 
 import turbo_ops
@@ -68,7 +67,8 @@ def poisoned_memory(environment: pytest.MonkeyPatch) -> None:
     """What nobody wrote reads as NaN (bytes of 0xFF): an unwritten row cannot pass as a lucky zero."""
     turbo_ops.reset()  # plans hold on to what allocates for them
     torch.utils._device._device_constructors()  # torch remembers them at first use: not the poisoned ones
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # likewise
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")  # late: it imports triton
+    trace_rules.get_torch_obj_rule_map()  # likewise
     for owner, names in ((torch, EMPTY_FUNCTIONS), (torch.Tensor, EMPTY_METHODS)):
         for name in names:
             environment.setattr(owner, name, _poisoning(getattr(owner, name)))
